@@ -1,0 +1,1 @@
+"""Command line: `trl-offline-distill COMMAND`."""
