@@ -1,0 +1,48 @@
+"""Every private or version-dependent TRL and transformers name this package uses, with what retires it."""
+
+# `SFTTrainer._prepare_dataset` and `trl.data_utils._tokenize` (seen in TRL 1.16). Retired by a public function of TRL
+# that prepares a dataset without a trainer. The method reads three attributes of the trainer: `_tokenizer`,
+# `chat_template`, `completion_only_loss`; `tests/capture/test_tokenize.py` compares with a real trainer's preparation.
+
+
+def prepare_sft_dataset(
+    dataset,
+    processing_class,
+    *,
+    chat_template,
+    completion_only_loss,
+    assistant_only_loss,
+    dataset_text_field,
+    max_length,
+    truncation_mode,
+    num_proc,
+    formatting_func,
+):
+    """Runs SFTTrainer's preparation without a trainer: a `Dataset` with `input_ids` and `labels`, other columns kept."""
+    from types import SimpleNamespace
+
+    from trl import SFTTrainer
+
+    trainer = SimpleNamespace(
+        _tokenizer=getattr(processing_class, "tokenizer", processing_class),
+        chat_template=chat_template,
+        completion_only_loss=completion_only_loss,
+    )
+    args = SimpleNamespace(
+        dataset_num_proc=num_proc,
+        dataset_text_field=dataset_text_field,
+        assistant_only_loss=assistant_only_loss,
+        max_length=max_length,
+        truncation_mode=truncation_mode,
+        shuffle_dataset=False,
+    )
+    return SFTTrainer._prepare_dataset(
+        trainer, dataset, processing_class, args, packing=False, formatting_func=formatting_func, dataset_name="source"
+    )
+
+
+def tokenize_like_sft(processing_class, text_or_messages, **chat_template_kwargs):
+    """Tokenises one example as SFTTrainer does: a dict with a flat `input_ids` list."""
+    from trl.data_utils import _tokenize
+
+    return _tokenize(processing_class, text_or_messages, **chat_template_kwargs)
