@@ -1,5 +1,8 @@
 """Every private or version-dependent TRL and transformers name this package uses, with what retires it."""
 
+import contextlib
+
+
 # `SFTTrainer._prepare_dataset` and `trl.data_utils._tokenize` (seen in TRL 1.16). Retired by a public function of TRL
 # that prepares a dataset without a trainer. The method reads three attributes of the trainer: `_tokenizer`,
 # `chat_template`, `completion_only_loss`; `tests/capture/test_tokenize.py` compares with a real trainer's preparation.
@@ -46,3 +49,35 @@ def tokenize_like_sft(processing_class, text_or_messages, **chat_template_kwargs
     from trl.data_utils import _tokenize
 
     return _tokenize(processing_class, text_or_messages, **chat_template_kwargs)
+
+
+# `trl.trainer.sft_trainer.BaseTunerLayer` (seen in TRL 1.16), used there for one check alone: SFTTrainer refuses an
+# adapter on `lm_head`, because its own fused head reads the bare weight. Ours runs such a head through the model's own
+# code. Retired by a hook in SFTTrainer that lets a subclass bring its own head.
+
+
+@contextlib.contextmanager
+def sft_trainer_without_head_adapter_check():
+    """While inside, `SFTTrainer.__init__` accepts a PEFT adapter on the output head."""
+    from trl.trainer import sft_trainer
+
+    original = getattr(sft_trainer, "BaseTunerLayer", None)  # absent without peft
+    sft_trainer.BaseTunerLayer = type("NoTunerLayer", (), {})
+    try:
+        yield
+    finally:
+        if original is None:
+            del sft_trainer.BaseTunerLayer
+        else:
+            sft_trainer.BaseTunerLayer = original
+
+
+# `Trainer.model_accepts_loss_kwargs` and `Trainer._loss_shifts_labels` (seen in transformers 5.24) decide whether and
+# how the trained tokens of an accumulated batch are counted, from the signature and the loss of the model's own forward,
+# which computes no loss here. Retired by a Trainer that asks its subclass.
+
+
+def count_next_token_labels(trainer):
+    """Makes `trainer` count the labels that a next-token head trains, whatever the model's own loss would do."""
+    trainer.model_accepts_loss_kwargs = True
+    trainer._loss_shifts_labels = True
