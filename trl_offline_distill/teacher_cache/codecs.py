@@ -1,23 +1,24 @@
 """One blob for each token: how a teacher's support and tail become bytes, and back.
 
-A blob describes itself; numbers are little-endian. Byte 0 holds the format of the values (high half) and a small argument
-of that format (low half), byte 1 the width of an id in bits. The number of entries K follows from the blob's length.
+A blob describes itself; numbers are little-endian. Byte 0 holds the format of the values (high half) and a small
+argument of that format (low half), byte 1 the width of an id in bits. The number of entries K follows from the blob's
+length.
 
 | format | argument | after the header |
 |---|---|---|
 | 1 ranked | number M of extra temperatures | temperatures, tail, K fp16 log-probabilities, ids |
-| 2 compact | number M of extra temperatures | temperatures, tail, min(K, 8) fp16, fp16 floor and K - 8 codes of 8 bits if K > 8, ids |
+| 2 compact | number M of extra temperatures | temperatures, tail, 8 fp16, fp16 floor, K - 8 codes of 8 bits, ids |
 | 3 sampled | width of a count in bits | counts, ids |
 
-Temperatures are M thousandths (uint16), the tail is 1 + M fp16: `log_tail`, then `log_tail_at`. Entries are in descending
-order of their value, so a reader may keep fewer. Integers of w bits (ids, counts) are split into planes of 16, 8, 4, 2 and
-1 bits, one for each bit set in w, low bits first: 18 bits are K uint16 and then K pairs of bits. A plane fills whole bytes.
-An empty blob stands for a position without a teacher.
+Temperatures are M thousandths (uint16), the tail is 1 + M fp16: `log_tail`, then `log_tail_at`. Entries are in
+descending order of their value, so a reader may keep fewer. Integers of w bits (ids, counts) are split into planes of
+16, 8, 4, 2 and 1 bits, one for each bit set in w, low bits first: 18 bits are K uint16 and then K pairs of bits. A
+plane fills whole bytes. An empty blob stands for a position without a teacher.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -67,16 +68,16 @@ def _pack_integers(values: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate(planes, axis=1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _byte_table(width: int) -> np.ndarray:
-    """`[256, 8 // width]`: the values packed in each byte."""
+    """`[256]`: the `8 // width` values packed in each byte, one uint8 each, side by side in one integer."""
     shifts = np.arange(8 // width, dtype=np.uint8) * np.uint8(width)
-    return (np.arange(256, dtype=np.uint8)[:, None] >> shifts) & np.uint8((1 << width) - 1)
+    values = (np.arange(256, dtype=np.uint8)[:, None] >> shifts) & np.uint8((1 << width) - 1)
+    return values.view(f"<u{8 // width}").reshape(256)
 
 
 def _unpack_integers(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
     """`packed` `[n, _plane_bytes(count, bits)]` uint8 -> `[n, count]` int32."""
-    rows = packed.shape[0]
     values, start, shift = None, 0, 0
     for width in _plane_widths(bits):
         stop = start + -(-count * width // 8)
@@ -84,7 +85,7 @@ def _unpack_integers(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
         if width >= 8:
             part = plane.view(f"<u{width // 8}")
         else:
-            part = _byte_table(width)[plane].reshape(rows, -1)[:, :count]
+            part = _byte_table(width).take(plane).view(np.uint8)[:, :count]
         if values is None:
             values = part.astype(np.int32)
         else:
@@ -303,8 +304,8 @@ def _checked_temperatures(temperatures: Sequence[float]) -> tuple[float, ...]:
         thousandths = round(1000 * temperature)
         if not 0 < thousandths < 1 << 16 or thousandths / 1000 != temperature or temperature == 1.0:
             raise ValueError(
-                f"`tail_temperatures` holds {temperature}; a temperature must be positive, below 65.536, a whole number of "
-                "thousandths, and not 1 (that is `log_tail`). Round it or leave it out."
+                f"`tail_temperatures` holds {temperature}; a temperature must be positive, below 65.536, a whole "
+                "number of thousandths, and not 1 (that is `log_tail`). Round it or leave it out."
             )
     if len(set(checked)) != len(checked) or len(checked) > MAX_EXTRA_TEMPERATURES:
         raise ValueError(
@@ -322,7 +323,7 @@ def _refuse_first(bad: np.ndarray, message: str) -> None:
 
 
 def _checked_arrays(teacher: TeacherTopK, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids `[n, K]` int64 (-1 where absent), log-probabilities `[n, K]` and tails `[n, 1 + M]`, or an error that names the row."""
+    """Ids `[n, K]` int64 (-1 where absent), log-probabilities `[n, K]`, tails `[n, 1 + M]`; an error names the row."""
     if teacher.logprobs.dim() != 2:
         raise ValueError(
             f"`teacher.logprobs` has shape {tuple(teacher.logprobs.shape)}; it must be [n, K]: flatten the positions."
@@ -350,31 +351,32 @@ def _checked_arrays(teacher: TeacherTopK, vocab_size: int) -> tuple[np.ndarray, 
         tail = np.concatenate([tail, array(teacher.log_tail_at)], axis=1)
     _refuse_first(
         (np.isnan(logprobs) | (logprobs > _MASS_TOLERANCE)).any(1),
-        "`teacher.logprobs` holds NaN, +inf or a positive value in row {row}; log-probabilities are at most 0, and -inf where "
-        "absent. Apply log_softmax over the whole vocabulary in fp32.",
+        "`teacher.logprobs` holds NaN, +inf or a positive value in row {row}; log-probabilities are at most 0, and "
+        "-inf where absent. Apply log_softmax over the whole vocabulary in fp32.",
     )
     _refuse_first(
         (np.isnan(tail) | (tail == np.inf)).any(1) | (tail[:, 0] > _MASS_TOLERANCE),
-        "`teacher.log_tail` (or `log_tail_at`) holds NaN, +inf or a log-mass above 0 in row {row}; it must be the log of the "
-        "mass outside the support, -inf where there is none.",
+        "`teacher.log_tail` (or `log_tail_at`) holds NaN, +inf or a log-mass above 0 in row {row}; it must be the log "
+        "of the mass outside the support, -inf where there is none.",
     )
     _refuse_first(
         np.exp(logprobs).sum(1) + np.exp(tail[:, 0]) > 1 + _MASS_TOLERANCE,
-        "`teacher` has a mass clearly above 1 in row {row} (support and tail together); log-probabilities must be normalised "
-        "over the whole vocabulary. Logits or values rounded to bf16 must be normalised in fp32 first.",
+        "`teacher` has a mass clearly above 1 in row {row} (support and tail together); log-probabilities must be "
+        "normalised over the whole vocabulary. Logits or values rounded to bf16 must be normalised in fp32 first.",
     )
     absent = np.isneginf(logprobs)
     _refuse_first(
         (((token_ids < 0) | (token_ids >= vocab_size)) & ~absent).any(1),
-        f"`teacher.token_ids` holds an id outside 0..{vocab_size - 1} in row {{row}} (vocab_size={vocab_size}). Give the row "
-        "count of the teacher's head, or leave out ids that are no tokens.",
+        f"`teacher.token_ids` holds an id outside 0..{vocab_size - 1} in row {{row}} (vocab_size={vocab_size}). Give "
+        "the row count of the teacher's head, or leave out ids that are no tokens.",
     )
     # Absent entries become different negative numbers, which never collide.
     marked = np.where(absent, -1 - np.arange(token_ids.shape[1]), token_ids)
     ordered = np.sort(marked, axis=1)
     _refuse_first(
         (ordered[:, 1:] == ordered[:, :-1]).any(1),
-        "`teacher.token_ids` holds the same id twice in row {row}; a support lists each token once. Merge or drop the repeats.",
+        "`teacher.token_ids` holds the same id twice in row {row}; a support lists each token once. Merge or drop the "
+        "repeats.",
     )
     _refuse_first(
         absent.all(1) & np.isneginf(tail[:, 0]),
@@ -387,9 +389,9 @@ def _checked_arrays(teacher: TeacherTopK, vocab_size: int) -> tuple[np.ndarray, 
 def encode_topk(teacher: TeacherTopK, *, vocab_size: int, layout: "str | Layout" = "default") -> list[bytes]:
     """Turn a teacher's signal into one blob for each row.
 
-    Entries are stored in descending order of their fp16 value, equal ones by id, so equal rows give equal bytes whatever
-    order they came in. Absent entries are left out: the support may differ from row to row. A row without any entry
-    becomes `b""`.
+    Entries are stored in descending order of their fp16 value, equal ones by id, so equal rows give equal bytes
+    whatever order they came in. Absent entries are left out: the support may differ from row to row. A row without any
+    entry becomes `b""`.
 
     Args:
         teacher ([`TeacherTopK`]):
@@ -403,7 +405,8 @@ def encode_topk(teacher: TeacherTopK, *, vocab_size: int, layout: "str | Layout"
         `list[bytes]` of length n.
 
     Raises:
-        `ValueError`: for a row that is no distribution (NaN, +inf, mass above 1), repeats an id, or holds an id outside
+        `ValueError`: for a row that is no distribution (NaN, +inf, mass above 1), repeats an id, or holds an id
+        outside
             the vocabulary. The message names the row.
     """
     chosen = get_layout(layout)
@@ -433,8 +436,9 @@ def _blob_kind(header: bytes, length: int) -> tuple[Layout, int, int, int]:
     code, argument, bits = header[0] >> 4, header[0] & 15, header[-1]
     if len(header) < HEADER_BYTES or code not in _DECODERS or not 1 <= bits <= MAX_ID_BITS:
         raise ValueError(
-            f"unknown header {header.hex()!r}; this version reads the formats {sorted(_DECODERS)} (first half of byte 0) with "
-            f"ids of 1..{MAX_ID_BITS} bits (byte 1). Read the cache with the package version its manifest names."
+            f"unknown header {header.hex()!r}; this version reads the formats {sorted(_DECODERS)} (first half of byte "
+            f"0) with ids of 1..{MAX_ID_BITS} bits (byte 1). Read the cache with the package version its manifest "
+            "names."
         )
     layout = _DECODERS[code]
     low, high = 1, length
@@ -472,8 +476,8 @@ def decode_topk(blobs: Sequence[bytes], *, top_k: int | None = None) -> TeacherT
             Keep at most this many entries; the dropped mass moves into the tail.
 
     Returns:
-        `TeacherTopK` of `[n, K]` with the K of the widest blob (int32 ids, float32 values). Narrower rows end in absent
-        entries (id 0, `-inf`). Of the extra temperatures, those that every non-empty blob holds.
+        `TeacherTopK` of `[n, K]` with the K of the widest blob (int32 ids, float32 values). Narrower rows end in
+        absent entries (id 0, `-inf`). Of the extra temperatures, those that every non-empty blob holds.
 
     Raises:
         `ValueError`: for a header or a length this version does not know; the message names the blob.

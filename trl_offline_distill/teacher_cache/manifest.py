@@ -18,8 +18,8 @@ class TeacherManifest:
         teacher (`str`): Id or path of the teacher.
         tokenizer_fingerprint (`str`): See [`tokenizer_fingerprint`].
         vocab_size (`int`):
-            Number of token ids the teacher's distribution is over: every cached id is below it, and a student's head needs
-            as many rows.
+            Number of token ids the teacher's distribution is over: every cached id is below it, and a student's head
+            needs as many rows.
         top_k (`int`): Largest support of a position.
         layout (`str`): Name of the blob layout.
         min_mass (`float`, *optional*): Mass at which a support stops.
@@ -75,22 +75,22 @@ class TeacherManifest:
             found = json.loads(text)
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"`teacher_manifest` is {text!r:.80}; it must be the JSON text that the capture wrote on every row. Rebuild the "
-                "cache, or load the column as it was stored."
+                f"`teacher_manifest` is {text!r:.80}; it must be the JSON text that the capture wrote on every row. "
+                "Rebuild the cache, or load the column as it was stored."
             ) from error
         if not isinstance(found, dict) or found.get("format_version") != FORMAT_VERSION:
             version = found.get("format_version") if isinstance(found, dict) else None
             raise ValueError(
-                f"`teacher_manifest` has format_version {version!r}; this version of the package reads {FORMAT_VERSION}. "
-                "Install the version that wrote the cache, or rebuild it."
+                f"`teacher_manifest` has format_version {version!r}; this version of the package reads "
+                f"{FORMAT_VERSION}. Install the version that wrote the cache, or rebuild it."
             )
         names = {field.name for field in fields(cls)}
         unknown = sorted(set(found) - names)
         missing = sorted({"teacher", "tokenizer_fingerprint", "vocab_size", "top_k"} - set(found))
         if unknown or missing:
             raise ValueError(
-                f"`teacher_manifest` has unknown fields {unknown} and lacks {missing}; format_version {FORMAT_VERSION} fixes "
-                "the fields. Install the version that wrote the cache, or rebuild it."
+                f"`teacher_manifest` has unknown fields {unknown} and lacks {missing}; format_version "
+                f"{FORMAT_VERSION} fixes the fields. Install the version that wrote the cache, or rebuild it."
             )
         return cls(**{**found, "tail_temperatures": tuple(found.get("tail_temperatures", ()))})
 
@@ -157,23 +157,24 @@ def check_student(
         if other.tokenizer_fingerprint != first.tokenizer_fingerprint:
             raise ValueError(
                 f"`teacher_manifest`: the teachers {first.teacher!r} (tokenizer {first.tokenizer_fingerprint}) and "
-                f"{other.teacher!r} (tokenizer {other.tokenizer_fingerprint}) use different tokenizers; rows of one data set "
-                "must share one. Train on them separately."
+                f"{other.teacher!r} (tokenizer {other.tokenizer_fingerprint}) use different tokenizers; rows of one "
+                "data set must share one. Train on them separately."
             )
     if tokenizer is not None:
         own = tokenizer_fingerprint(tokenizer)
         if own != first.tokenizer_fingerprint:
             name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
             raise ValueError(
-                f"`processing_class`: the student's tokenizer {name!r} (fingerprint {own}, {len(tokenizer)} tokens) is not the "
-                f"one the teacher {first.teacher!r} was cached with (fingerprint {first.tokenizer_fingerprint}, ids below "
-                f"{first.vocab_size}); cached ids would mean other tokens. Use a student with the teacher's tokenizer, or "
-                "capture again with a teacher that shares the student's."
+                f"`processing_class`: the student's tokenizer {name!r} (fingerprint {own}, {len(tokenizer)} tokens) "
+                f"is not the one the teacher {first.teacher!r} was cached with (fingerprint "
+                f"{first.tokenizer_fingerprint}, ids below {first.vocab_size}); cached ids would mean other tokens. "
+                "Use a student with the teacher's tokenizer, or capture again with a teacher that shares the "
+                "student's."
             )
     for manifest in met:
         if head_rows is not None and head_rows < manifest.vocab_size:
             raise ValueError(
-                f"`model`: the student's head has {head_rows} rows, and the cache of {manifest.teacher!r} holds ids below "
-                f"vocab_size={manifest.vocab_size}; each cached id needs a row. Use a student with as many rows, or capture "
-                "again with a vocabulary cut to the tokenizer's tokens."
+                f"`model`: the student's head has {head_rows} rows, and the cache of {manifest.teacher!r} holds ids "
+                f"below vocab_size={manifest.vocab_size}; each cached id needs a row. Use a student with as many "
+                "rows, or capture again with a vocabulary cut to the tokenizer's tokens."
             )

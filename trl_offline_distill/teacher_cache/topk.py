@@ -1,4 +1,4 @@
-"""The teacher's signal for some positions: its most likely tokens, their log-probabilities, and the mass of the rest."""
+"""The teacher's signal: its most likely tokens, their log-probabilities, and the mass of the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ from torch import Tensor
 class TeacherTopK:
     """What is kept of the teacher's distribution at each position.
 
-    Leading dimensions are arbitrary (`[N]` or `[B, S]`). Log-probabilities are natural logarithms under the teacher's full
-    vocabulary at temperature 1.
+    Leading dimensions are arbitrary (`[N]` or `[B, S]`). Log-probabilities are natural logarithms under the teacher's
+    full vocabulary at temperature 1.
 
     Args:
         token_ids (`Tensor` of integers, `[..., K]`):
@@ -41,13 +41,13 @@ class TeacherTopK:
         self.tail_temperatures = tuple(float(temperature) for temperature in self.tail_temperatures)
         if self.token_ids.shape != self.logprobs.shape or self.logprobs.dim() == 0:
             raise ValueError(
-                f"`token_ids` has shape {tuple(self.token_ids.shape)} and `logprobs` {tuple(self.logprobs.shape)}; both "
-                "must be [..., K]: give one log-probability for each id."
+                f"`token_ids` has shape {tuple(self.token_ids.shape)} and `logprobs` {tuple(self.logprobs.shape)}; "
+                "both must be [..., K]: give one log-probability for each id."
             )
         if self.log_tail.shape != self.logprobs.shape[:-1]:
             raise ValueError(
-                f"`log_tail` has shape {tuple(self.log_tail.shape)}; it must hold one value for each row of `logprobs`, "
-                f"{tuple(self.logprobs.shape[:-1])}."
+                f"`log_tail` has shape {tuple(self.log_tail.shape)}; it must hold one value for each row of "
+                f"`logprobs`, {tuple(self.logprobs.shape[:-1])}."
             )
         columns = len(self.tail_temperatures)
         found = None if self.log_tail_at is None else tuple(self.log_tail_at.shape)
