@@ -504,7 +504,7 @@ def _assemble(groups: list[tuple[np.ndarray, TeacherTopK]], total: int) -> Teach
     """Groups of decoded rows, put back in their places among `total` rows."""
     if len(groups) == 1 and len(groups[0][0]) == total:
         return groups[0][1]
-    width = max((part.top_k for _, part in groups), default=0)
+    width = max((part.top_k for _, part in groups), default=1)
     temperatures = groups[0][1].tail_temperatures if groups else ()
     for _, part in groups:
         temperatures = tuple(t for t in temperatures if t in part.tail_temperatures)
