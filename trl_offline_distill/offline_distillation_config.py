@@ -96,8 +96,8 @@ class OfflineDistillationConfig(SFTConfig):
     beta: float | None = field(
         default=None,
         metadata={
-            "help": "Interpolation of `generalized_jsd`, in [0, 1]: 0 is the forward KL, 1 the reverse KL. Required by "
-            "`generalized_jsd`, refused by the others."
+            "help": "Interpolation of `generalized_jsd`, in [0, 1]: 0 is the forward KL, 1 the reverse KL. Required "
+            "by `generalized_jsd`, refused by the others."
         },
     )
     tail: str = field(
