@@ -112,8 +112,8 @@ def cached_dataset(rows: list[dict], teacher, tokenizer=None, top_k: int = 5, vo
 
 def dense_sums(model, rows, kd_weight: float = 1.0, ce_weight: float = 0.0) -> tuple[torch.Tensor, int]:
     """
-    Sum over the trained tokens of `kd_weight * KL + ce_weight * cross-entropy` and their number, one row at a time, from
-    the full logits: KL over the K tokens of the support and one outcome for all the others.
+    Sum over the trained tokens of `kd_weight * KL + ce_weight * cross-entropy`, and their number, one row at a time,
+    from the full logits: KL over the K tokens of the support and one outcome for all the others.
     """
     total, count = torch.zeros(()), 0
     for row in rows:

@@ -102,7 +102,8 @@ def _to_fp16(values: np.ndarray) -> np.ndarray:
 
 def _from_fp16(packed: np.ndarray) -> Tensor:
     """`[n, 2 * K]` uint8 -> `[n, K]` float32."""
-    return torch.from_numpy(np.ascontiguousarray(packed).view(np.float16)).float()
+    # A copy: a slice of one row counts as contiguous with the strides of the whole row, which torch refuses
+    return torch.from_numpy(np.array(packed, order="C").view(np.float16)).float()
 
 
 @dataclass
