@@ -639,11 +639,7 @@ def run_fused_loss(
     check_objective(divergence, beta, tail, temperature)
     check_temperature(temperature, tail, teacher.tail_temperatures, teacher.vocab_size)
     check_weights(kd_weight, ce_weight)
-    for name, value in (("chunk_size", chunk_size), ("loss_memory_budget", loss_memory_budget)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, or `None` to choose it automatically, got {value}.")
-    if backward not in BACKWARDS:
-        raise ValueError(f"`backward` must be one of {', '.join(map(repr, BACKWARDS))}, got {backward!r}.")
+    check_options(chunk_size, loss_memory_budget, backward)
     if ce_weight and labels is None:
         raise ValueError(f"`labels` are required with `ce_weight={ce_weight}`. Pass them, or use `ce_weight=0.0`.")
     if isinstance(num_items, (int, float)) and num_items <= 0:
@@ -718,6 +714,18 @@ def _dense_logits(head: LinearHead | ModuleHead, hidden: Tensor, tensors: tuple[
         return head.forward(hidden)
     logits = head.transform(nn.functional.linear(hidden, *tensors))
     return logits.to(stats_dtype(logits.dtype))
+
+
+def check_options(chunk_size: int | None, loss_memory_budget: int | None, backward: str) -> None:
+    """
+    Raises:
+        ValueError: for a chunk or a budget of nothing, or an unknown backward scheme.
+    """
+    for name, value in (("chunk_size", chunk_size), ("loss_memory_budget", loss_memory_budget)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, or `None` to choose it automatically, got {value}.")
+    if backward not in BACKWARDS:
+        raise ValueError(f"`backward` must be one of {', '.join(map(repr, BACKWARDS))}, got {backward!r}.")
 
 
 def check_weights(kd_weight: float, ce_weight: float) -> None:
