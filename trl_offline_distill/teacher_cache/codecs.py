@@ -17,7 +17,7 @@ plane fills whole bytes. An empty blob stands for a position without a teacher.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Protocol
 
@@ -241,6 +241,204 @@ class RankedLayout(_TopKLayout):
     format_code = 1
 
 
+class CompactLayout(_TopKLayout):
+    """The first 8 log-probabilities in fp16, the others in 8 bits between the 8th and the last. 339 bytes at K = 100.
+
+    The steps grow with the distance from the 8th value, as the probability that an error there would move shrinks:
+    `value = 8th - (8th - last) * (code / 255)**1.5`. `benchmarks/cache_layouts.py` measures what that costs.
+    """
+
+    format_code = 2
+    exact = 8
+    curve = 1.5
+
+    def value_bytes(self, count: int) -> int:
+        return 2 * count if count <= self.exact else 2 * self.exact + 2 + count - self.exact
+
+    def pack_values(self, logprobs: np.ndarray) -> np.ndarray:
+        if logprobs.shape[1] <= self.exact:
+            return super().pack_values(logprobs)
+        exact, rest = logprobs[:, : self.exact], logprobs[:, self.exact :]
+        top, floor = exact[:, -1:], rest[:, -1:]
+        depth = (top - rest) / np.maximum(top - floor, np.finfo(np.float32).tiny)
+        codes = np.rint(255 * depth ** (1 / self.curve)).astype(np.uint8)
+        edges = _to_fp16(np.concatenate([exact, floor], axis=1)).view(np.uint8)
+        return np.concatenate([edges, codes], axis=1)
+
+    def unpack_values(self, packed: np.ndarray, count: int) -> Tensor:
+        if count <= self.exact:
+            return super().unpack_values(packed, count)
+        edges = _from_fp16(packed[:, : 2 * self.exact + 2])
+        top, floor = edges[:, -2:-1], edges[:, -1:]
+        depth = torch.from_numpy(self._depths().take(packed[:, 2 * self.exact + 2 :]))
+        return torch.cat([edges[:, :-1], torch.addcmul(top, floor - top, depth)], dim=1)
+
+    @classmethod
+    @cache
+    def _depths(cls) -> np.ndarray:
+        """`[256]` float32: how far each code lies from the 8th value (0) to the last one (1)."""
+        return ((np.arange(256) / 255) ** cls.curve).astype(np.float32)
+
+
+class MinMassLayout(RankedLayout):
+    """The default, each support cut where it holds a mass of `mass`, never below `min_k` entries.
+
+    Args:
+        mass (`float`): Mass of the full vocabulary at which a support stops, in (0, 1].
+        min_k (`int`): Smallest support, at least 1.
+    """
+
+    def __init__(self, mass: float = 0.999, min_k: int = 8) -> None:
+        if not 0 < mass <= 1:
+            raise ValueError(f"`mass` is {mass}; it must lie in (0, 1]. Give the part of the mass to keep, 0.999 say.")
+        if min_k < 1:
+            raise ValueError(f"`min_k` is {min_k}; it must be at least 1. A support holds one token or more.")
+        self.mass, self.min_k = mass, min_k
+
+    def keep(self, teacher: TeacherTopK) -> TeacherTopK:
+        logprobs, order = teacher.logprobs.sort(dim=-1, descending=True, stable=True)
+        before = logprobs.double().exp().cumsum(-1) - logprobs.double().exp()  # mass in front of each entry
+        dropped = before >= self.mass
+        dropped[..., : self.min_k] = False
+        moved = logprobs.masked_fill(~dropped, -torch.inf)
+        log_tail_at = teacher.log_tail_at
+        if log_tail_at is not None:
+            sums = [torch.logsumexp(moved / temperature, -1) for temperature in teacher.tail_temperatures]
+            log_tail_at = torch.logaddexp(log_tail_at, torch.stack(sums, -1)) if sums else log_tail_at
+        return replace(
+            teacher,
+            token_ids=teacher.token_ids.gather(-1, order),
+            logprobs=logprobs.masked_fill(dropped, -torch.inf),
+            log_tail=torch.logaddexp(teacher.log_tail, torch.logsumexp(moved, -1)),
+            log_tail_at=log_tail_at,
+        )
+
+
+class SampledLayout:
+    """Ids drawn from the teacher's full distribution, with the number of times each was drawn. No tail.
+
+    With `draws` draws of which `c` hit a token, the token's weight is `c / draws`. Its expectation is the token's
+    probability, so the gradient of the forward KL to these weights is, in expectation, the gradient to the full
+    teacher (importance sampling with the teacher as the proposal, arXiv 2503.16870). The draws of a position are
+    spread evenly over its cumulative distribution behind one random offset: a token of probability `p` is hit
+    `floor(draws * p)` or `ceil(draws * p)` times, which is unbiased and varies less than independent draws.
+
+    The weights are a sample, not log-probabilities: they serve the forward KL at temperature 1 and nothing else.
+
+    Args:
+        draws (`int`): Draws a position, 1 to 255.
+    """
+
+    format_code = 3
+
+    def __init__(self, draws: int = 28) -> None:
+        if not 1 <= draws <= 255:
+            raise ValueError(f"`draws` is {draws}; it must lie in 1..255. A count is stored in 8 bits at most.")
+        self.draws = draws
+
+    def keep(self, teacher: TeacherTopK) -> TeacherTopK:
+        counts = self._counts(teacher.logprobs)
+        weights = teacher.logprobs.exp() * self.draws
+        drawn = ((weights - counts).abs() <= 0.25).all(-1) & (counts.sum(-1) == self.draws)
+        if teacher.tail_temperatures or not bool((drawn & teacher.log_tail.isneginf()).all()):
+            raise ValueError(
+                f"`teacher` is no sample of {self.draws} draws; layout 'sampled' stores logprobs = log(count / draws) "
+                "with an empty tail, which only the full distribution can give. Make it with "
+                "`select_support(logprobs, "
+                'layout="sampled", row_keys=...)`, or choose another layout for a top-K signal.'
+            )
+        return teacher
+
+    def _counts(self, logprobs: Tensor) -> Tensor:
+        return (logprobs.exp() * self.draws).round()
+
+    def select(
+        self,
+        logprobs: Tensor,
+        top_k: int,
+        tail_temperatures: tuple[float, ...],
+        seed: int,
+        row_keys: Tensor | None,
+    ) -> TeacherTopK:
+        if tail_temperatures:
+            raise ValueError(
+                f"`tail_temperatures` is {tail_temperatures}; layout 'sampled' has no tail and serves temperature 1 "
+                "alone. Leave them out or choose another layout."
+            )
+        if row_keys is None or row_keys.shape != logprobs.shape[:1]:
+            found = None if row_keys is None else tuple(row_keys.shape)
+            raise ValueError(
+                f"`row_keys` has shape {found}; layout 'sampled' needs one integer for each of the {len(logprobs)} "
+                "positions, so that a position is drawn alike in every run. Give row index and token index mixed into "
+                "one number."
+            )
+        offsets = torch.from_numpy(_uniform(row_keys.cpu().numpy(), seed)).to(logprobs.device)
+        steps = torch.arange(self.draws, device=logprobs.device, dtype=torch.float64)
+        quantiles = (steps + offsets[:, None]) / self.draws  # [n, draws], ascending, in (0, 1)
+        hits = torch.empty(quantiles.shape, dtype=torch.int64, device=logprobs.device)
+        # fp64 sums of a few rows at a time: at most 32 MiB beside the chunk.
+        block = max(1, 2**22 // logprobs.shape[1])
+        for start in range(0, len(logprobs), block):
+            mass = logprobs[start : start + block].double().exp().cumsum(-1)
+            targets = quantiles[start : start + block] * mass[:, -1:]
+            hits[start : start + block] = torch.searchsorted(mass, targets, right=True)
+        # Hits ascend: a token drawn more than once is a run.
+        first = torch.ones_like(hits, dtype=torch.bool)
+        first[:, 1:] = hits[:, 1:] != hits[:, :-1]
+        slot = first.cumsum(-1) - 1
+        counts = torch.zeros_like(quantiles).scatter_add_(-1, slot, torch.ones_like(quantiles))
+        token_ids = torch.zeros_like(hits).scatter_(-1, slot, hits)
+        width = int(slot.max()) + 1 if len(slot) else 1
+        return TeacherTopK(
+            token_ids=token_ids[:, :width],
+            logprobs=(counts[:, :width] / self.draws).log().float(),
+            log_tail=logprobs.new_full((len(logprobs),), -torch.inf, dtype=torch.float32),
+            vocab_size=logprobs.shape[1],
+        )
+
+    def header_bytes(self, argument: int) -> int:
+        return HEADER_BYTES
+
+    def blob_bytes(self, argument: int, bits: int, count: int) -> int:
+        return HEADER_BYTES + _plane_bytes(count, argument) + _plane_bytes(count, bits)
+
+    def encode_rows(self, rows: _Rows, bits: int) -> list[bytes]:
+        counts = self._counts(torch.from_numpy(rows.logprobs)).long().numpy()
+        widths = np.array([int(largest).bit_length() for largest in counts[:, 0]])  # counts descend
+        blobs: list[bytes] = [b""] * len(counts)
+        for width in np.unique(widths):
+            chosen = np.flatnonzero(widths == width)
+            header = np.empty((len(chosen), HEADER_BYTES), np.uint8)
+            header[:] = self.format_code << 4 | width, bits
+            planes = [_pack_integers(counts[chosen], int(width)), _pack_integers(rows.token_ids[chosen], bits)]
+            for row, blob in zip(chosen.tolist(), _split(np.concatenate([header, *planes], axis=1))):
+                blobs[row] = blob
+        return blobs
+
+    def decode_rows(self, packed: np.ndarray, argument: int, bits: int, count: int) -> TeacherTopK:
+        id_start = HEADER_BYTES + _plane_bytes(count, argument)
+        counts = torch.from_numpy(_unpack_integers(packed[:, HEADER_BYTES:id_start], count, argument)).double()
+        return TeacherTopK(
+            token_ids=torch.from_numpy(_unpack_integers(packed[:, id_start:], count, bits)),
+            logprobs=(counts / counts.sum(-1, keepdim=True)).log().float(),
+            log_tail=torch.full((len(packed),), -torch.inf),
+        )
+
+
+def _uniform(keys: np.ndarray, seed: int) -> np.ndarray:
+    """`[n]` float64 in [0, 1), a function of each key and the seed alone (the SplitMix64 finaliser, Steele et al.
+    2014)."""
+
+    def mix(state: np.ndarray) -> np.ndarray:
+        state = state + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return state ^ (state >> np.uint64(31))
+
+    mixed = mix(keys.astype(np.uint64) ^ mix(np.array([seed % 2**64], np.uint64)))
+    return (mixed >> np.uint64(40)).astype(np.float64) / 2**24
+
+
 def _split(packed: np.ndarray) -> list[bytes]:
     """Rows of a `[n, L]` uint8 array as `bytes`."""
     length, data = packed.shape[1], packed.tobytes()
@@ -249,6 +447,9 @@ def _split(packed: np.ndarray) -> list[bytes]:
 
 LAYOUTS: dict[str, Layout] = {
     "default": RankedLayout(),
+    "compact": CompactLayout(),
+    "min_mass": MinMassLayout(),
+    "sampled": SampledLayout(),
 }
 # One decoder for each format: layouts that differ only in what they keep share it.
 _DECODERS: dict[int, Layout] = {layout.format_code: layout for layout in reversed(LAYOUTS.values())}
