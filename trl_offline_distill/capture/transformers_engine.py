@@ -22,6 +22,7 @@ from .engine import (
     TokenRow,
     length_sorted_batches,
 )
+from .shards import file_sha256
 from .teacher_head import teacher_head
 
 
@@ -86,6 +87,13 @@ class TransformersTeacher:
             options = {name: self.model_init_kwargs[name] for name in names if name in self.model_init_kwargs}
             self.config = AutoConfig.from_pretrained(self.model_id, **options)
         self.max_length = _max_length(self.config)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head, which may be more than the tokenizer has tokens."""
+        embedding = None if self.model is None else self.model.get_output_embeddings()
+        rows = self.config.get_text_config().vocab_size
+        return rows if embedding is None or not hasattr(embedding, "out_features") else embedding.out_features
 
     def describe(self) -> TeacherDescription:
         if self.model is not None:
@@ -375,6 +383,5 @@ def _folder_fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.is_file() and file.suffix in _WEIGHT_SUFFIXES and not file.name.startswith("."):
-            with open(file, "rb") as handle:
-                digest.update(f"{file.name} {hashlib.file_digest(handle, 'sha256').hexdigest()}".encode())
+            digest.update(f"{file.name} {file_sha256(file)}".encode())
     return digest.hexdigest()
