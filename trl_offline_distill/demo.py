@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -134,7 +133,11 @@ def run_demo(args: DemoArguments) -> dict:
     stages = [
         ("teacher", "teacher and text", lambda out: _prepare(args, out)),
         ("cache", f"the teacher runs once: top {args.top_k} of every token", lambda out: _capture(args, folder, out)),
-        ("student", "the student: the teacher without half of its layers", lambda out: _make_student(args, folder, out)),
+        (
+            "student",
+            "the student: the teacher without half of its layers",
+            lambda out: _make_student(args, folder, out),
+        ),
         ("offline", f"{args.max_steps} steps on the cached teacher", lambda out: _train(args, folder, out, kd=True)),
         ("cross_entropy", f"{args.max_steps} steps of cross-entropy", lambda out: _train(args, folder, out, kd=False)),
         ("cost", "a step with and without the teacher in memory", lambda out: _cost(args, folder)),
@@ -545,7 +548,10 @@ def format_table(results: dict) -> str:
     held_out, cost, cache = results["held_out"], results["cost"], results["cache"]
     teacher, student = results["teacher"], results["student"]
     steps = results["arguments"]["max_steps"]
-    lines = ["| model | layers | parameters | held-out perplexity | KL to the teacher (nats) |", "|---|---|---|---|---|"]
+    lines = [
+        "| model | layers | parameters | held-out perplexity | KL to the teacher (nats) |",
+        "|---|---|---|---|---|",
+    ]
     for name, label, made in (
         ("teacher", "teacher", teacher),
         ("student", "student before training", student),
@@ -610,7 +616,9 @@ def draw(results: dict, path: Path) -> None:
         (wide, (0.0, 0.42, 1.0, 0.58), (0.36, 0.1, 0.14, 0.19, 0.21)),
         (narrow, (0.0, 0.0, 1.0, 0.36), (0.5, 0.2, 0.3)),
     ):
-        table = below.table(rows[1:], colLabels=rows[0], bbox=box, colWidths=widths, cellLoc="left", edges="horizontal")
+        table = below.table(
+            rows[1:], colLabels=rows[0], bbox=box, colWidths=widths, cellLoc="left", edges="horizontal"
+        )
         table.auto_set_font_size(False)
         table.set_fontsize(9)
     partial = path.with_name("demo.partial.png")

@@ -1,0 +1,199 @@
+"""`trl-offline-distill build`: options named like the arguments of `build_distillation_dataset`."""
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import UsageError
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from trl import DatasetMixtureConfig
+
+
+@dataclass
+class BuildArguments:
+    """Source, teacher and cache of one build. What is not about the source is passed to the builder as it is."""
+
+    # What is read
+    teacher: str = field(metadata={"help": "Model id, path, or URL of an OpenAI-compatible server."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Text dataset: Hub name, or folder. `datasets:` in YAML mixes several."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of the source dataset."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Revision of the source dataset."})
+    dataset_data_files: list[str] | None = field(
+        default=None, metadata={"help": "Files of the source dataset, for `--dataset_name text`, `json`, `csv` ..."}
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of the source dataset."})
+    dataset_rows: int | None = field(default=None, metadata={"help": "Only the first rows of it, for a trial."})
+    processing_class: str | None = field(
+        default=None, metadata={"help": "Tokenizer, by name. Default: the teacher's."}
+    )
+    student: str | None = field(
+        default=None,
+        metadata={
+            "help": "Student that will learn from the cache: its tokenizer and head are compared with the teacher's "
+            "before the teacher runs."
+        },
+    )
+
+    # How it is tokenised, as SFTConfig has it
+    max_length: int | None = field(default=None, metadata={"help": "Longest row, in tokens; longer ones are cut."})
+    truncation_mode: str = field(
+        default="keep_start", metadata={"help": "Which end of a long row stays: keep_start or keep_end."}
+    )
+    completion_only_loss: bool | None = field(
+        default=None, metadata={"help": "Cache only the completion. Default: yes for prompt/completion datasets."}
+    )
+    assistant_only_loss: bool = field(default=False, metadata={"help": "Cache only the assistant's turns."})
+    dataset_text_field: str = field(default="text", metadata={"help": "Text column."})
+    eos_token: str | None = field(default=None, metadata={"help": "End-of-sequence token to use."})
+    chat_template_path: str | None = field(
+        default=None, metadata={"help": "Tokenizer or Jinja file whose chat template replaces the teacher's."}
+    )
+    template_date: str | None = field(
+        default=None, metadata={"help": "ISO date for chat templates that print today's. Default: day of the start."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+
+    # What is kept
+    top_k: int = field(default=100, metadata={"help": "Candidates kept for each token."})
+    layout: str = field(default="default", metadata={"help": "How a position is stored: default, compact, ..."})
+    tail_temperatures: list[float] = field(
+        default_factory=list,
+        metadata={"help": "Temperatures other than 1 at which the tail is kept too; training at T != 1 needs them."},
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the sampled layout."})
+
+    # How the teacher runs
+    engine: str = field(default="auto", metadata={"help": "auto, transformers, vllm or server."})
+    model_init_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Options of the engine, as JSON (dtype, device_map, api_key ...)."}
+    )
+    batch_tokens: int = field(default=8192, metadata={"help": "Padded tokens of one forward pass."})
+    chunk_size: int | None = field(default=None, metadata={"help": "Positions of one pass over the head."})
+    generation: dict | str | None = field(
+        default=None, metadata={"help": "How the teacher writes completions for rows of prompts only, as JSON."}
+    )
+    long_rows: str = field(default="error", metadata={"help": "Rows longer than the teacher takes: error or skip."})
+
+    # Where it goes
+    output_dir: str | None = field(default=None, metadata={"help": "Folder of the cached dataset."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Discard what `output_dir` holds of a build with other settings."}
+    )
+    split: str = field(default="train", metadata={"help": "Split name of the cached dataset."})
+    shard_bytes: int = field(default=256 * 2**20, metadata={"help": "Size of a shard before compression."})
+    num_shards: int = field(default=1, metadata={"help": "Jobs that share the work through `output_dir`."})
+    shard_index: int = field(default=0, metadata={"help": "Which of them this one is."})
+    push_to_hub: str | None = field(default=None, metadata={"help": "Dataset repository to push to."})
+    private: bool | None = field(default=None, metadata={"help": "Make the repository private."})
+    hub_revision: str | None = field(default=None, metadata={"help": "Branch of the repository."})
+    config_name: str = field(default="default", metadata={"help": "Configuration name in the repository."})
+    hub_token: str | None = field(default=None, metadata={"help": "Token; better left to `hf auth login`."})
+    license: str | None = field(default=None, metadata={"help": "Licence named in the dataset card."})
+
+    def __post_init__(self):
+        for name in ("model_init_kwargs", "generation"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"`{name}` must be a JSON object: {error}") from error
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"`{name}={value!r}` must be a JSON object.")
+            setattr(self, name, value)
+
+
+# About the source or the student, not arguments of the builder.
+_OWN = {
+    "dataset_config", "dataset_data_files", "dataset_name", "dataset_revision", "dataset_rows", "dataset_split", "student",
+}  # fmt: skip
+
+
+def builder_arguments(args: BuildArguments) -> dict[str, Any]:
+    """Keyword arguments of `build_distillation_dataset`."""
+    return {item.name: getattr(args, item.name) for item in fields(args) if item.name not in _OWN}
+
+
+def run(argv: list[str]) -> int:
+    from trl import DatasetMixtureConfig
+
+    from .arguments import expand, make_parser, parse
+
+    parser = make_parser(
+        [BuildArguments, DatasetMixtureConfig], "build", "Run the teacher once and store its top-K for every token."
+    )
+    args, mixture, _ = parse(parser, expand(argv, "build.yaml"))
+    dataset = load_source(args, mixture)
+    if args.student is not None:
+        print(check_student_model(args.teacher, args.student, args.processing_class))
+
+    from ..capture.build import build_distillation_dataset
+
+    cached = build_distillation_dataset(dataset, **builder_arguments(args))
+    place = args.push_to_hub or args.output_dir or "the datasets cache (give `--output_dir` to choose a folder)"
+    print(f"{len(cached):,} rows cached in {place}")
+    return 0
+
+
+def load_source(args: BuildArguments, mixture: "DatasetMixtureConfig") -> "Dataset":
+    """The text dataset that the arguments name."""
+    from datasets import load_dataset, load_from_disk
+    from trl import get_dataset
+
+    if bool(args.dataset_name) == bool(mixture.datasets):
+        raise UsageError("name the text dataset by `dataset_name` or by `datasets`: exactly one of them.")
+    if mixture.datasets:
+        dataset = get_dataset(mixture)[args.dataset_split]
+    elif (Path(args.dataset_name) / "state.json").is_file():
+        dataset = load_from_disk(args.dataset_name)
+    else:
+        dataset = load_dataset(
+            args.dataset_name,
+            args.dataset_config,
+            split=args.dataset_split,
+            revision=args.dataset_revision,
+            data_files=args.dataset_data_files,
+        )
+    if args.dataset_rows is not None:
+        dataset = dataset.select(range(min(args.dataset_rows, len(dataset))))
+    return dataset
+
+
+def check_student_model(teacher: str, student: str, processing_class: str | None = None) -> str:
+    """
+    Compares tokenizer and head of a student with the teacher's, from their configurations and tokenizers alone.
+
+    Returns:
+        `str`: The sentence that says they fit.
+
+    Raises:
+        ValueError: They do not; both sides are named.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ..teacher_cache.manifest import TeacherManifest, check_student, tokenizer_fingerprint
+
+    served = teacher.startswith(("http://", "https://"))
+    if served and processing_class is None:
+        raise ValueError(
+            "`student` cannot be compared with a served teacher without its tokenizer: set `processing_class`."
+        )
+    teacher_tokenizer = AutoTokenizer.from_pretrained(processing_class or teacher)
+    student_rows = AutoConfig.from_pretrained(student).get_text_config().vocab_size
+    manifest = TeacherManifest(
+        teacher=teacher,
+        tokenizer_fingerprint=tokenizer_fingerprint(teacher_tokenizer),
+        vocab_size=len(teacher_tokenizer),
+        top_k=1,
+        layout="default",
+    )
+    check_student(manifest, tokenizer=AutoTokenizer.from_pretrained(student), head_rows=student_rows)
+    return (
+        f"{student} has the teacher's tokenizer and {student_rows:,} head rows for {len(teacher_tokenizer):,} tokens."
+    )

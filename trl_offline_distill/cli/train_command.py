@@ -1,0 +1,75 @@
+"""`trl-offline-distill train`: reads the options, then hands the run to `accelerate launch`."""
+
+import importlib.resources
+import os
+from pathlib import Path
+
+from . import UsageError, nearest
+
+
+SCRIPT = "trl_offline_distill.cli.train_script"
+
+
+def run(argv: list[str]) -> int:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    from .arguments import expand, parse
+    from .train_script import make_parser
+
+    argv = _take_token(expand(argv, "train.yaml"))
+    launch_parser = launch_command_parser()
+    launch_names = {
+        option.lstrip("-").replace("-", "_") for action in launch_parser._actions for option in action.option_strings
+    }
+    *_, launch_arguments = parse(make_parser(), argv, extra=launch_names | {"accelerate_config"})
+    own_arguments = _without(argv, launch_arguments)
+    launch = launch_parser.parse_args([*_with_config_file(launch_arguments), "--module", SCRIPT, *own_arguments])
+    launch_command(launch)
+    return 0
+
+
+def _take_token(argv: list[str]) -> list[str]:
+    """Moves `--hub_token` into the environment: the arguments of a process are listed and printed when it fails."""
+    kept = []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ("--hub_token", "--hub-token"):
+            os.environ["HF_TOKEN"] = value if equals else next(words, "")
+        else:
+            kept.append(word)
+    return kept
+
+
+def _without(words: list[str], taken: list[str]) -> list[str]:
+    """`words` less the ordered subsequence of them that `taken` holds."""
+    rest = list(taken)
+    kept = []
+    for word in words:
+        if rest and word == rest[0]:
+            rest.pop(0)
+        else:
+            kept.append(word)
+    return kept
+
+
+def _with_config_file(words: list[str]) -> list[str]:
+    """Turns `--accelerate_config NAME_OR_FILE` into accelerate's `--config_file`."""
+    if "--accelerate_config" not in words:
+        return words
+    at = words.index("--accelerate_config")
+    if at + 1 == len(words):
+        raise UsageError("`--accelerate_config` takes a file or a name.")
+    name = words[at + 1]
+    shipped = {}
+    # TRL's are found too; one of ours with the same name comes first.
+    for package in ("trl", "trl_offline_distill"):
+        folder = importlib.resources.files(package) / "accelerate_configs"
+        if folder.is_dir():
+            shipped |= {Path(file.name).stem: file for file in folder.iterdir() if file.name.endswith(".yaml")}
+    if not Path(name).is_file() and name not in shipped:
+        raise UsageError(
+            f"`--accelerate_config {name}` is neither a file nor a shipped configuration{nearest(name, shipped)} "
+            f"({', '.join(sorted(shipped))})."
+        )
+    return ["--config_file", name if Path(name).is_file() else str(shipped[name]), *words[:at], *words[at + 2 :]]

@@ -1,0 +1,135 @@
+"""What `trl-offline-distill train` launches: one process of the training. Also `accelerate launch -m` of this module."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict, IterableDatasetDict
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+    from trl_offline_distill import OfflineDistillationConfig
+
+
+def make_parser() -> "TrlParser":
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
+
+    from trl_offline_distill import OfflineDistillationConfig
+    from trl_offline_distill.cli.arguments import make_parser
+
+    return make_parser(
+        [ScriptArguments, OfflineDistillationConfig, ModelConfig, DatasetMixtureConfig],
+        "train",
+        "Train a student on a cached dataset. What `accelerate launch` takes is passed on to it (--num_processes 2, "
+        "--accelerate_config fsdp2 ...).",
+    )
+
+
+def load_cached(script: "ScriptArguments", mixture: "DatasetMixtureConfig") -> "DatasetDict | IterableDatasetDict":
+    """The cached dataset: a Hub name, a folder of Parquet files, or a folder written by `save_to_disk`."""
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+    from trl import get_dataset
+
+    if bool(script.dataset_name) == bool(mixture.datasets):
+        raise ValueError("Name the cached dataset by `dataset_name` or by `datasets`: exactly one of them.")
+    if mixture.datasets:
+        return get_dataset(mixture)
+    folder = Path(script.dataset_name)
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        loaded = load_from_disk(script.dataset_name)
+        return DatasetDict({script.dataset_train_split: loaded}) if isinstance(loaded, Dataset) else loaded
+    return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+
+
+def dequantisation(model: "ModelConfig", trust_remote_code: bool) -> object | None:
+    """
+    Configuration that loads an MXFP4 student as bf16, which is the only way to train one; `None` for other students.
+
+    Returns:
+        `transformers.Mxfp4Config`, or what the arguments ask for themselves.
+    """
+    from transformers import AutoConfig, Mxfp4Config
+    from trl import get_quantization_config
+
+    asked = get_quantization_config(model)
+    config = AutoConfig.from_pretrained(
+        model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust_remote_code
+    )
+    stored = getattr(config, "quantization_config", None) or {}
+    if asked is not None or stored.get("quant_method") != "mxfp4":
+        return asked
+    return Mxfp4Config(dequantize=True)
+
+
+def main(
+    script: "ScriptArguments",
+    training: "OfflineDistillationConfig",
+    model: "ModelConfig",
+    mixture: "DatasetMixtureConfig",
+) -> None:
+    from trl import get_peft_config
+
+    from trl_offline_distill import OfflineDistillationTrainer
+
+    if model.model_name_or_path is None:
+        raise ValueError("`model_name_or_path` is required: the student, by Hub name or path.")
+    quantization = dequantisation(model, training.trust_remote_code)
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    dataset = load_cached(script, mixture)
+    wanted = [script.dataset_train_split] + [script.dataset_test_split] * (training.eval_strategy != "no")
+    for split in wanted:
+        if split not in dataset:
+            raise ValueError(
+                f"The cached dataset has no split {split!r}, it has {', '.join(map(repr, dataset))}: set "
+                "`dataset_train_split` or `dataset_test_split`, or `eval_strategy: no`."
+            )
+    trainer = OfflineDistillationTrainer(
+        model=model.model_name_or_path,
+        args=training,
+        train_dataset=dataset[wanted[0]],
+        eval_dataset=dataset[wanted[1]] if wanted[1:] else None,
+        quantization_config=quantization,
+        peft_config=get_peft_config(model),
+    )
+    if type(quantization).__name__ == "Mxfp4Config":
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        trainer.accelerator.print(f"The MXFP4 student was dequantised: {parameters / 1e9:.1f} B parameters in bf16.")
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    trainer.accelerator.print(f"Student saved to {training.output_dir}")
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+        trainer.accelerator.print(f"Student pushed to {trainer.hub_model_id}")
+    # Closes trackers and the process group; a trainer before transformers 5.18 did both on exit.
+    if hasattr(trainer, "end"):
+        trainer.end()
+
+
+def run() -> int:
+    """Parses the options again in the launched process, and prints an error as one line."""
+    import sys
+
+    from trl_offline_distill.cli import UsageError, redact
+    from trl_offline_distill.cli.arguments import parse
+
+    try:
+        *parsed, _ = parse(make_parser(), sys.argv[1:])
+        main(*parsed)
+    except (UsageError, ValueError, OSError) as error:
+        import os
+        import traceback
+
+        if os.environ.get("TRL_OFFLINE_DISTILL_TRACEBACK"):
+            traceback.print_exc()
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run())
