@@ -10,6 +10,7 @@ import gc
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -136,7 +137,7 @@ def run_demo(args: DemoArguments) -> dict:
         (
             "student",
             "the student: the teacher without half of its layers",
-            lambda out: _make_student(args, folder, out),
+            lambda out: _student(args, folder, out),
         ),
         ("offline", f"{args.max_steps} steps on the cached teacher", lambda out: _train(args, folder, out, kd=True)),
         ("cross_entropy", f"{args.max_steps} steps of cross-entropy", lambda out: _train(args, folder, out, kd=False)),
@@ -348,7 +349,7 @@ def _capture(args: DemoArguments, folder: Path, out: Path) -> dict:
     return {"tokens": tokens, "bytes_per_token": signal / tokens, "tokens_per_second": tokens / seconds}
 
 
-def _make_student(args: DemoArguments, folder: Path, out: Path) -> dict:
+def _student(args: DemoArguments, folder: Path, out: Path) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .healing import drop_layers
@@ -431,7 +432,8 @@ def measure_cost(args: DemoArguments, *, teacher_resident: bool) -> dict:
     """
     Seconds a step (median of all but the first two) and peak memory of this process.
 
-    With the teacher resident the loss is the same; the teacher scores every batch instead of being read from the cache.
+    With the teacher resident the loss is the same, and the teacher scores every batch instead of being read from the
+    cache.
 
     Returns:
         `dict`: `seconds` a step, `peak_bytes` (of the GPU where one is used, else of the process).
@@ -469,7 +471,7 @@ def measure_cost(args: DemoArguments, *, teacher_resident: bool) -> dict:
     )
     trainer.train()
     shutil.rmtree(folder / "cost.checkpoints", ignore_errors=True)
-    seconds = statistics.median(later - earlier for earlier, later in zip(ends[1:], ends[2:]))
+    seconds = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends[1:]))
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     else:

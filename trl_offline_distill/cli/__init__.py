@@ -1,4 +1,4 @@
-"""Command line: `trl-offline-distill COMMAND`. Thin commands over the package; each lives in the module of its name."""
+"""Command line: `trl-offline-distill COMMAND`. Thin commands over the package, one module each."""
 
 import importlib
 import os
@@ -6,7 +6,7 @@ import re
 import sys
 
 
-# Command -> what it does. `export` and the like name their module differently where Python reserves the word.
+# Command -> what it does; `cli/<command>_command.py` does it.
 COMMANDS = {
     "demo": "the whole story on a laptop: cache a small teacher, heal a student, compare",
     "build": "run the teacher once over a text dataset and store its top-K",
@@ -88,7 +88,9 @@ def _describe(error: Exception) -> str:
     if kinds & {"LocalTokenNotFoundError"}:
         return f"{message} Log in with `hf auth login`, or set HF_TOKEN."
     if kinds & {"GatedRepoError", "RepositoryNotFoundError"}:
-        return f"{message}\nCheck the name; for a private or gated repository log in (`hf auth login`) and ask for access."
+        return (
+            f"{message}\nCheck the name. If the repository is private or gated: `hf auth login`, and ask for access."
+        )
     if kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}:
         return f"{message}\nThe Hub cannot be reached: check the network, or give a local path instead of a Hub name."
     return message

@@ -1,5 +1,8 @@
-"""Options from the command line and from YAML, through TRL's own parser, with errors that name the nearest valid key."""
+"""Options from the command line and from YAML, by TRL's own parser, with errors that name the nearest valid one."""
 
+import dataclasses
+import shutil
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def make_parser(dataclass_types: Iterable[type], command: str, description: str) -> "TrlParser":
-    """TRL's parser of these dataclasses, with `--config` and `--recipe` in its help."""
+    """TRL's parser of these dataclasses."""
     from trl import TrlParser
 
     return TrlParser(
         list(dataclass_types),
         prog=f"trl-offline-distill {command}",
+        usage=f"trl-offline-distill {command} [--config FILE.yaml | --recipe NAME] [--option value ...]",
         description=description,
-        epilog="Also: --config FILE.yaml (the same options as keys; the command line wins) or --recipe NAME "
-        "(a shipped one: `trl-offline-distill recipes list`).",
+        allow_abbrev=False,
     )
 
 
@@ -39,19 +42,17 @@ def parse(parser: "TrlParser", argv: list[str], extra: Iterable[str] = ()) -> tu
     Raises:
         UsageError: An option or a key is unknown, or the file cannot be read.
     """
-    known = {action.dest for action in parser._actions} | set(extra)
-    if "--config" in argv:
-        _check_keys(argv[argv.index("--config") + 1], known | {"env"})
-    try:
-        *parsed, from_config, from_line = parser.parse_args_and_config(
-            argv, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    for word in from_line:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    options = {option.lstrip("-") for action in parser._actions for option in action.option_strings}
+    known = {name.replace("-", "_") for name in options} | set(extra) | {"config"}
+    for word in argv:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("--") and name not in known:
-            raise UsageError(f"unknown option `{word}`{nearest(name, known - {'help'})}")
+            raise UsageError(f"unknown option `{word}`{nearest(name, known)}")
+    if "--config" in argv:
+        _check_keys(argv[argv.index("--config") + 1], known - {"config"} | {"env"})
+    *parsed, from_config, from_line = parser.parse_args_and_config(
+        argv, return_remaining_strings=True, separate_remaining_strings=True
+    )
     if from_line and not extra:
         raise UsageError(f"what is {from_line[0]!r}? Options start with --; see --help.")
     return *parsed, from_config + from_line
@@ -87,9 +88,51 @@ def _check_keys(path: str, known: set[str]) -> None:
         raise UsageError(f"`--config {path}` is not valid YAML: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"`--config {path}` must hold `key: value` lines.")
-    unknown = [key for key in config if key not in known]
+    unknown = [str(key) for key in config if key not in known]
     if unknown:
         raise UsageError(
             f"unknown key{'s' * (len(unknown) > 1)} in {path}: "
-            + "; ".join(f"`{key}`{nearest(str(key), known - {'help'})}" for key in unknown)
+            + "; ".join(f"`{key}`{nearest(key, known)}" for key in unknown)
         )
+
+
+def help_text(parser: "TrlParser", groups: dict[str, Iterable[str]], rest: str | None = None) -> str:
+    """
+    Help that reads from the important to the rest.
+
+    Args:
+        parser (`TrlParser`): Its options.
+        groups (`dict[str, Iterable[str]]`): Title -> option names, in the order to show.
+        rest (`str`, *optional*): Title of all other options; `None` leaves them out.
+    """
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    shown = {title: [actions[name] for name in names if name in actions] for title, names in groups.items()}
+    if rest is not None:
+        listed = {action.dest for group in shown.values() for action in group}
+        shown[rest] = [action for name, action in actions.items() if name not in listed]
+    width = min(shutil.get_terminal_size().columns, 119)
+    lines = [f"usage: {parser.usage}", "", *textwrap.wrap(parser.description, width)]
+    for title, group in shown.items():
+        lines += ["", f"{title}:"]
+        for action in group:
+            if action.dest.startswith("no_"):
+                continue
+            default = "" if action.default in (None, [], "") or not action.option_strings else f" [{action.default}]"
+            required = " (required)" if action.required else ""
+            choices = f" ({', '.join(map(str, action.choices))})" if action.choices and len(action.choices) < 8 else ""
+            text = " ".join((action.help or "").split()) + choices + default + required
+            head = f"  --{action.dest}"
+            column = 30
+            if len(head) > column - 2:
+                lines.append(head)
+                head = ""
+            lines += textwrap.wrap(
+                text, width, initial_indent=head.ljust(column), subsequent_indent=" " * column, break_long_words=False
+            ) or [head]
+    return "\n".join(lines)
+
+
+def field_names(dataclass_type: type, without: type | None = None) -> list[str]:
+    """Names of a dataclass's options, less those of another one."""
+    inherited = {item.name for item in dataclasses.fields(without)} if without else set()
+    return [item.name for item in dataclasses.fields(dataclass_type) if item.init and item.name not in inherited]

@@ -110,9 +110,30 @@ class BuildArguments:
 
 
 # About the source or the student, not arguments of the builder.
-_OWN = {
-    "dataset_config", "dataset_data_files", "dataset_name", "dataset_revision", "dataset_rows", "dataset_split", "student",
-}  # fmt: skip
+_OWN = (
+    "dataset_name",
+    "dataset_config",
+    "dataset_revision",
+    "dataset_data_files",
+    "dataset_split",
+    "dataset_rows",
+    "student",
+)
+HELP_GROUPS = {
+    "teacher and source": ("teacher", *_OWN, "processing_class"),
+    "what is kept": ("top_k", "layout", "tail_temperatures", "seed"),
+    "where it goes": (
+        *("output_dir", "overwrite", "split", "push_to_hub", "private", "hub_revision", "config_name", "hub_token"),
+        *("license", "shard_bytes", "num_shards", "shard_index"),
+    ),
+    "how it is tokenised (as SFTConfig)": (
+        *("max_length", "truncation_mode", "completion_only_loss", "assistant_only_loss", "dataset_text_field"),
+        *("eos_token", "chat_template_path", "template_date", "dataset_num_proc"),
+    ),
+    "how the teacher runs": (
+        *("engine", "model_init_kwargs", "batch_tokens", "chunk_size", "generation", "long_rows"),
+    ),
+}
 
 
 def builder_arguments(args: BuildArguments) -> dict[str, Any]:
@@ -123,11 +144,14 @@ def builder_arguments(args: BuildArguments) -> dict[str, Any]:
 def run(argv: list[str]) -> int:
     from trl import DatasetMixtureConfig
 
-    from .arguments import expand, make_parser, parse
+    from .arguments import expand, help_text, make_parser, parse
 
     parser = make_parser(
         [BuildArguments, DatasetMixtureConfig], "build", "Run the teacher once and store its top-K for every token."
     )
+    if {"-h", "--help"} & set(argv):
+        print(help_text(parser, HELP_GROUPS, rest="a mixture of datasets (in YAML)"))
+        return 0
     args, mixture, _ = parse(parser, expand(argv, "build.yaml"))
     dataset = load_source(args, mixture)
     if args.student is not None:

@@ -3,9 +3,12 @@
 
 def run(argv: list[str]) -> int:
     from ..demo import DemoArguments, run_demo
-    from .arguments import expand, make_parser, parse
+    from .arguments import expand, help_text, make_parser, parse
 
     parser = make_parser([DemoArguments], "demo", "Cache a small teacher once, heal a student that lost half of it.")
+    if {"-h", "--help"} & set(argv):
+        print(help_text(parser, {}, rest="options"))
+        return 0
     args, _ = parse(parser, expand(argv, "demo.yaml"))
     run_demo(args)
     return 0

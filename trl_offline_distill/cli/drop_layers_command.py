@@ -27,9 +27,12 @@ def parse_layers(text: str) -> list[int]:
 
 
 def run(argv: list[str]) -> int:
-    from .arguments import expand, make_parser, parse
+    from .arguments import expand, help_text, make_parser, parse
 
     parser = make_parser([DropLayersArguments], "drop-layers", "Make a student by dropping layers of a model.")
+    if {"-h", "--help"} & set(argv):
+        print(help_text(parser, {}, rest="options"))
+        return 0
     args, _ = parse(parser, expand(argv, "drop_layers.yaml"))
     layers = parse_layers(args.layers)
 

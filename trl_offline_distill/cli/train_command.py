@@ -11,10 +11,13 @@ SCRIPT = "trl_offline_distill.cli.train_script"
 
 
 def run(argv: list[str]) -> int:
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
     from .arguments import expand, parse
     from .train_script import make_parser
+
+    if {"-h", "--help", "--help_all"} & set(argv):
+        print(_help("--help_all" in argv))
+        return 0
+    from accelerate.commands.launch import launch_command, launch_command_parser
 
     argv = _take_token(expand(argv, "train.yaml"))
     launch_parser = launch_command_parser()
@@ -26,6 +29,30 @@ def run(argv: list[str]) -> int:
     launch = launch_parser.parse_args([*_with_config_file(launch_arguments), "--module", SCRIPT, *own_arguments])
     launch_command(launch)
     return 0
+
+
+def _help(everything: bool) -> str:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+
+    from ..offline_distillation_config import OfflineDistillationConfig
+    from .arguments import field_names, help_text
+    from .train_script import make_parser
+
+    groups = {
+        "student and cached dataset": ("model_name_or_path", *field_names(ScriptArguments), "output_dir"),
+        "objective": field_names(OfflineDistillationConfig, without=SFTConfig),
+        "run": (
+            *("max_length", "packing", "padding_free", "per_device_train_batch_size", "gradient_accumulation_steps"),
+            *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "max_steps", "optim", "bf16"),
+            *("gradient_checkpointing", "eval_strategy", "eval_steps", "logging_steps", "save_steps", "seed"),
+            *("report_to", "resume_from_checkpoint", "push_to_hub", "hub_model_id"),
+        ),
+        "model and LoRA": field_names(ModelConfig),
+    }
+    if everything:
+        groups["a mixture of cached datasets (in YAML)"] = field_names(DatasetMixtureConfig)
+        return help_text(make_parser(), groups, rest="everything else that SFTConfig takes")
+    return help_text(make_parser(), groups) + "\n\n--help_all lists every option of SFTConfig as well."
 
 
 def _take_token(argv: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What `trl-offline-distill train` launches: one process of the training. Also `accelerate launch -m` of this module."""
+"""One process of a training, as `trl-offline-distill train` launches it through `accelerate launch`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
