@@ -78,9 +78,9 @@ def token_rows(lengths, prompt=1, vocab: int = VOCAB, seed: int = 0) -> list[dic
     return rows
 
 
-def manifest_of(tokenizer, vocab: int = VOCAB, teacher: str = "org/teacher", **fields) -> str:
+def manifest_of(tokenizer, vocab: int = VOCAB, name: str = "org/teacher", **fields) -> str:
     return TeacherManifest(
-        teacher=teacher,
+        teacher=name,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         vocab_size=vocab,
         **{"top_k": 5, **fields},

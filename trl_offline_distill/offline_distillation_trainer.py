@@ -3,6 +3,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalPrediction
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -42,7 +44,26 @@ _HEAD_SUMS = {
     "captured_mass_sum": ("captured_mass", "kd_tokens"),
     "support_mass_sum": ("student_mass", "kd_tokens"),
 }
-_SUMS = (*_HEAD_SUMS, "num_tokens", "kd_tokens", "input_tokens", "loss_sum", "aux_sum", "micro_batches", "wait_s")
+_SUMS = (*_HEAD_SUMS, "num_tokens", "kd_tokens", "loss_sum", "aux_sum", "micro_batches", "wait_s")
+
+
+class TokenCountCallback(TrainerCallback, ExportableState):
+    """
+    Keeps the number of tokens trained on in the checkpoints, so that `num_tokens` goes on after a resume.
+
+    Args:
+        num_tokens (`int`, *optional*, defaults to `0`):
+            Tokens of all ranks so far.
+    """
+
+    def __init__(self, num_tokens: int = 0):
+        self.num_tokens = num_tokens
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"num_tokens": self.num_tokens}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.num_tokens = state.stateful_callbacks[type(self).__name__]["attributes"]["num_tokens"]
 
 
 class OfflineDistillationTrainer(SFTTrainer):
@@ -153,7 +174,7 @@ class OfflineDistillationTrainer(SFTTrainer):
 
         self._limits = StudentLimits()
         self._sums: dict[str, dict[str, Tensor | float]] = {"train": {}, "eval": {}}
-        self._last_log_time = None
+        self._last_log: tuple[float, int] | None = None  # time, tokens
         with sft_trainer_without_head_adapter_check():
             super().__init__(
                 model=model,
@@ -177,6 +198,7 @@ class OfflineDistillationTrainer(SFTTrainer):
                 "and the teacher's rows would not follow it. Set both to 1."
             )
         count_next_token_labels(self)
+        self.add_callback(TokenCountCallback())
 
         # Everything the cache says is compared with the student before the first step
         self._limits.tokenizer = self._tokenizer
@@ -228,9 +250,8 @@ class OfflineDistillationTrainer(SFTTrainer):
         if args is None:
             name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or "student"
             return OfflineDistillationConfig(f"{name.rstrip('/').split('/')[-1]}-Offline-Distillation")
-        options = args.to_dict()
-        options["hub_token"] = args.hub_token  # hidden by `to_dict`
-        return OfflineDistillationConfig(**options)
+        # Not `to_dict`, which hides every token: `hub_token`, but `eos_token` and `pad_token` too
+        return OfflineDistillationConfig(**{f.name: getattr(args, f.name) for f in fields(args) if f.init})
 
     # ---- PEFT ----
 
@@ -367,6 +388,8 @@ class OfflineDistillationTrainer(SFTTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         start = time.perf_counter()
+        if self._last_log is None:
+            self._last_log = (start, self._token_count.num_tokens)
         batch_samples, num_items_in_batch = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._add("train", wait_s=time.perf_counter() - start)
         # Without `average_tokens_across_devices` each rank would divide by its own count, and DDP would average means
@@ -540,20 +563,30 @@ class OfflineDistillationTrainer(SFTTrainer):
         metrics = {metric: sums[name] / sums[count] for name, (metric, count) in _HEAD_SUMS.items() if sums[count] > 0}
         if self.aux_loss_enabled and sums["micro_batches"] > 0:
             metrics["aux_loss"] = sums["aux_sum"] / sums["micro_batches"]
-        metrics["num_tokens"] = self._total_train_tokens
+        metrics["num_tokens"] = self._token_count.num_tokens
         return metrics
 
+    @property
+    def _token_count(self) -> TokenCountCallback:
+        # Looked up each time: `restore_callback_states_from_checkpoint` replaces callbacks
+        return next(c for c in self.callback_handler.callbacks if isinstance(c, TokenCountCallback))
+
+    def _count_tokens(self) -> None:
+        """Brings the number of tokens up to date. A collective: every rank calls it."""
+        tokens = torch.as_tensor(self._sums["train"].pop("input_tokens", 0), device=self.accelerator.device)
+        tokens = self.accelerator.reduce(tokens.float(), reduction="sum").item()
+        self._token_count.num_tokens += round(tokens) // self.get_tp_size()
+
     def _train_metrics(self) -> dict[str, float]:
+        self._count_tokens()
         sums = self._reduced_sums("train")
-        tokens = round(sums["input_tokens"]) // self.get_tp_size()
-        self._total_train_tokens += tokens
         metrics = self._metrics_of(sums)
-        now = time.perf_counter()
-        if self._last_log_time is not None and tokens > 0:
-            elapsed = now - self._last_log_time
-            metrics["tokens_per_second"] = tokens / elapsed
+        now, tokens = time.perf_counter(), self._token_count.num_tokens
+        if self._last_log is not None and tokens > self._last_log[1]:
+            elapsed = now - self._last_log[0]
+            metrics["tokens_per_second"] = (tokens - self._last_log[1]) / elapsed
             metrics["data_wait"] = sums["wait_s"] / self.accelerator.num_processes / elapsed
-        self._last_log_time = now
+        self._last_log = (now, tokens)
         peak = _peak_memory_bytes(self.accelerator.device)
         if peak is not None:
             metrics["peak_memory_gb"] = peak / 1e9
@@ -570,8 +603,12 @@ class OfflineDistillationTrainer(SFTTrainer):
 
     def train(self, *args, **kwargs):
         self._sums["train"].clear()
-        self._last_log_time = time.perf_counter()
+        self._last_log = None
         return super().train(*args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        self._count_tokens()
+        super()._save_checkpoint(model, trial)
 
     # ---- Model card ----
 
