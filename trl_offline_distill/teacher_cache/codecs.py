@@ -7,7 +7,7 @@ length.
 | format | argument | after the header |
 |---|---|---|
 | 1 ranked | number M of extra temperatures | temperatures, tail, K fp16 log-probabilities, ids |
-| 2 compact | number M of extra temperatures | temperatures, tail, 8 fp16, fp16 floor, K - 8 codes of 8 bits, ids |
+| 2 compact | number M of extra temperatures | temperatures, tail, 12 fp16, last fp16, K - 12 codes of 8 bits, ids |
 | 3 sampled | width of a count in bits | counts, ids |
 
 Temperatures are M thousandths (uint16), the tail is 1 + M fp16: `log_tail`, then `log_tail_at`. Entries are in
@@ -138,7 +138,7 @@ class Layout(Protocol):
         """Length of what blobs must share to be decoded together."""
 
     def blob_bytes(self, argument: int, bits: int, count: int) -> int:
-        """Length of a blob with `count` entries; grows with `count`."""
+        """Length of a blob with `count` entries; never falls with `count`. A reader takes the largest that fits."""
 
     def encode_rows(self, rows: _Rows, bits: int) -> list[bytes]:
         """One blob for each row."""
@@ -242,15 +242,16 @@ class RankedLayout(_TopKLayout):
 
 
 class CompactLayout(_TopKLayout):
-    """The first 8 log-probabilities in fp16, the others in 8 bits between the 8th and the last. 339 bytes at K = 100.
+    """The first 12 log-probabilities in fp16, the others in 8 bits between the 12th and the last. 343 bytes at K = 100.
 
-    The steps grow with the distance from the 8th value, as the probability that an error there would move shrinks:
-    `value = 8th - (8th - last) * (code / 255)**1.5`. `benchmarks/cache_layouts.py` measures what that costs.
+    The codes divide `1 - exp(-x / 4)` evenly, where `x` is the distance from the 12th value: steps grow with the
+    distance, as the probability that an error there would move shrinks. `benchmarks/cache_layouts.py` measures what
+    that costs.
     """
 
     format_code = 2
-    exact = 8
-    curve = 1.5
+    exact = 12
+    curve = 0.25
 
     def value_bytes(self, count: int) -> int:
         return 2 * count if count <= self.exact else 2 * self.exact + 2 + count - self.exact
@@ -259,25 +260,21 @@ class CompactLayout(_TopKLayout):
         if logprobs.shape[1] <= self.exact:
             return super().pack_values(logprobs)
         exact, rest = logprobs[:, : self.exact], logprobs[:, self.exact :]
-        top, floor = exact[:, -1:], rest[:, -1:]
-        depth = (top - rest) / np.maximum(top - floor, np.finfo(np.float32).tiny)
-        codes = np.rint(255 * depth ** (1 / self.curve)).astype(np.uint8)
-        edges = _to_fp16(np.concatenate([exact, floor], axis=1)).view(np.uint8)
+        top, last = exact[:, -1:], rest[:, -1:]
+        span = np.maximum(-np.expm1(self.curve * (last - top)), np.finfo(np.float32).tiny)
+        codes = np.rint(-255 * np.expm1(self.curve * (rest - top)) / span).astype(np.uint8)
+        edges = _to_fp16(np.concatenate([exact, last], axis=1)).view(np.uint8)
         return np.concatenate([edges, codes], axis=1)
 
     def unpack_values(self, packed: np.ndarray, count: int) -> Tensor:
         if count <= self.exact:
             return super().unpack_values(packed, count)
         edges = _from_fp16(packed[:, : 2 * self.exact + 2])
-        top, floor = edges[:, -2:-1], edges[:, -1:]
-        depth = torch.from_numpy(self._depths().take(packed[:, 2 * self.exact + 2 :]))
-        return torch.cat([edges[:, :-1], torch.addcmul(top, floor - top, depth)], dim=1)
-
-    @classmethod
-    @cache
-    def _depths(cls) -> np.ndarray:
-        """`[256]` float32: how far each code lies from the 8th value (0) to the last one (1)."""
-        return ((np.arange(256) / 255) ** cls.curve).astype(np.float32)
+        top, last = edges[:, -2:-1], edges[:, -1:]
+        codes = torch.from_numpy(np.ascontiguousarray(packed[:, 2 * self.exact + 2 :])).float()
+        rest = codes.mul_(torch.expm1(self.curve * (last - top)) / 255).log1p_().div_(self.curve).add_(top)
+        # Over a very wide range the last code rounds to a distance without end.
+        return torch.cat([edges[:, :-1], torch.maximum(rest, last)], dim=1)
 
 
 class MinMassLayout(RankedLayout):
@@ -643,16 +640,16 @@ def _blob_kind(header: bytes, length: int) -> tuple[Layout, int, int, int]:
             "names."
         )
     layout = _DECODERS[code]
-    low, high = 1, length
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if layout.blob_bytes(argument, bits, middle) < length else (low, middle)
-    if layout.blob_bytes(argument, bits, low) != length:
+    count, above = 0, 8 * length
+    while above - count > 1:
+        middle = (count + above) // 2
+        count, above = (middle, above) if layout.blob_bytes(argument, bits, middle) <= length else (count, middle)
+    if count == 0 or layout.blob_bytes(argument, bits, count) != length:
         raise ValueError(
             f"a length of {length} bytes fits no number of entries under header {header.hex()!r}. The blob was cut or "
             "altered: rebuild or download this row again."
         )
-    return layout, argument, bits, low
+    return layout, argument, bits, count
 
 
 def _decode_group(packed: np.ndarray, rows: np.ndarray) -> list[tuple[np.ndarray, TeacherTopK]]:
