@@ -242,7 +242,7 @@ class RankedLayout(_TopKLayout):
 
 
 class CompactLayout(_TopKLayout):
-    """The first 12 log-probabilities in fp16, the others in 8 bits between the 12th and the last. 343 bytes at K = 100.
+    """The first 12 log-probabilities in fp16, the others in 8 bits down to the last. 343 bytes at K = 100.
 
     The codes divide `1 - exp(-x / 4)` evenly, where `x` is the distance from the 12th value: steps grow with the
     distance, as the probability that an error there would move shrinks. `benchmarks/cache_layouts.py` measures what
@@ -271,7 +271,7 @@ class CompactLayout(_TopKLayout):
             return super().unpack_values(packed, count)
         edges = _from_fp16(packed[:, : 2 * self.exact + 2])
         top, last = edges[:, -2:-1], edges[:, -1:]
-        codes = torch.from_numpy(np.ascontiguousarray(packed[:, 2 * self.exact + 2 :])).float()
+        codes = torch.from_numpy(packed[:, 2 * self.exact + 2 :].astype(np.float32))
         rest = codes.mul_(torch.expm1(self.curve * (last - top)) / 255).log1p_().div_(self.curve).add_(top)
         # Over a very wide range the last code rounds to a distance without end.
         return torch.cat([edges[:, :-1], torch.maximum(rest, last)], dim=1)
