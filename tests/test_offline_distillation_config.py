@@ -33,10 +33,9 @@ def test_differs_from_sft_config_only_where_it_says_so(tmp_path):
 
 def test_parses_from_the_command_line(tmp_path):
     parser = HfArgumentParser(OfflineDistillationConfig)
-    (parsed,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--use_cpu", "--divergence", "generalized_jsd", "--beta", "0.5"]
-        + ["--kd_top_k", "8", "--ce_weight", "0.25", "--ce_weight_schedule", "cosine", "--ce_weight_end", "1.0"]
-    )
+    options = "--use_cpu --divergence generalized_jsd --beta 0.5 --kd_top_k 8 --ce_weight 0.25"
+    options += " --ce_weight_schedule cosine --ce_weight_end 1.0"
+    (parsed,) = parser.parse_args_into_dataclasses(["--output_dir", str(tmp_path), *options.split()])
     assert (parsed.divergence, parsed.beta, parsed.kd_top_k, parsed.ce_weight_end) == ("generalized_jsd", 0.5, 8, 1.0)
     assert parser.format_help()
 

@@ -466,7 +466,7 @@ def test_temperature_with_cached_tails_is_the_dense_one(tmp_path, teacher):
         [
             {
                 **row,
-                "teacher_topk": blobs[:-1] + [b""],
+                "teacher_topk": [*blobs[:-1], b""],
                 "teacher_manifest": manifest_of(tiny_tokenizer(), tail_temperatures=(2.0,)),
             }
         ],

@@ -3,7 +3,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -229,6 +229,11 @@ class OfflineDistillationTrainer(SFTTrainer):
                 top_k=args.kd_top_k,
                 tail_temperatures=self._tail_temperatures,
             )
+        # SFTTrainer flattens packed rows, so that their samples do not attend to each other, only if training packs
+        self._eval_collator = self.data_collator
+        packed_evaluation = args.packing if args.eval_packing is None else args.eval_packing
+        if data_collator is None and packed_evaluation and args.packing_strategy != "wrapped":
+            self._eval_collator = replace(self.data_collator, padding_free=True)
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self.head_description = add_distillation_head(
@@ -498,6 +503,13 @@ class OfflineDistillationTrainer(SFTTrainer):
         return inputs, selected.sum(), trained.sum()
 
     # ---- Evaluation ----
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        train_collator, self.data_collator = self.data_collator, self._eval_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = train_collator
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         return super().prediction_step(
