@@ -19,7 +19,7 @@ INTERNAL = {
     "_compat": set(),
     "cache_report": {"teacher_cache"},
     "callbacks": {"_compat"},
-    "capture": {"_compat", "capture", "loss.logit_transform", "teacher_cache"},
+    "capture": {"_compat", "capture", "loss.head", "loss.logit_transform", "teacher_cache"},
     "data_collator": {"_compat", "teacher_cache"},
     "estimate": {"teacher_cache"},
     "healing": set(),

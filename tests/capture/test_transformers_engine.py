@@ -201,7 +201,7 @@ def test_a_head_that_is_not_the_last_step_is_refused():
 
     model = make_teacher()
     model.__class__ = Shifted
-    with pytest.raises(ValueError, match="Shifted cannot be formed"):
+    with pytest.raises(ValueError, match="Shifted cannot be used"):
         score(model, random_rows([5]), ScoreRequest(top_k=2))
 
 

@@ -21,7 +21,15 @@ from tqdm.auto import tqdm
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from .. import __version__
-from ..teacher_cache.codecs import encode_topk, get_layout, id_bits
+from ..teacher_cache.codecs import (
+    LAYOUTS,
+    Layout,
+    MinMassLayout,
+    SampledLayout,
+    encode_topk,
+    get_layout,
+    id_bits,
+)
 from ..teacher_cache.manifest import TeacherManifest, chat_template_hash, tokenizer_fingerprint
 from ..teacher_cache.topk import TeacherTopK
 from .engine import GenerationOptions, RowTooLongError, ScoreRequest, TeacherEngine, TokenRow
@@ -47,7 +55,7 @@ def build_distillation_dataset(
     processing_class: "str | PreTrainedTokenizerBase | ProcessorMixin | None" = None,
     *,
     top_k: int = 100,
-    layout: str = "default",
+    layout: "str | Layout" = "default",
     tail_temperatures: Sequence[float] = (),
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
@@ -99,8 +107,8 @@ def build_distillation_dataset(
             The teacher's tokenizer. Default: the one beside the teacher's weights.
         top_k (`int`, *optional*, defaults to `100`):
             Tokens kept at each position.
-        layout (`str`, *optional*, defaults to `"default"`):
-            How a position is stored; a name of `teacher_cache.codecs.LAYOUTS`.
+        layout (`str` or layout object, *optional*, defaults to `"default"`):
+            How a position is stored: a name of `teacher_cache.codecs.LAYOUTS` or a configured layout.
         tail_temperatures (`Sequence[float]`, *optional*):
             Temperatures other than 1 at which the tail's log-sum is stored too; needed to train at `temperature != 1`.
         max_length, truncation_mode, completion_only_loss, assistant_only_loss, dataset_text_field, formatting_func, \
@@ -156,8 +164,8 @@ eos_token, chat_template_path, dataset_num_proc:
         ValueError: for input that cannot give the signal asked for; before the teacher runs.
     """
     _check_arguments(top_k, batch_tokens, chunk_size, shard_bytes, num_shards, shard_index, long_rows)
-    layout_name = layout if isinstance(layout, str) else getattr(layout, "name", type(layout).__name__)
-    get_layout(layout)
+    layout_name, layout = _named_layout(layout)
+    sampled = isinstance(layout, SampledLayout)
     state = PartialState()
     engine_object = _as_engine(teacher, engine, batch_tokens, chunk_size, model_init_kwargs)
     processing_class = _as_processing_class(processing_class, teacher, engine_object, model_init_kwargs)
@@ -188,7 +196,7 @@ eos_token, chat_template_path, dataset_num_proc:
     request = ScoreRequest(
         top_k=top_k,
         tail_temperatures=tail_temperatures,
-        layout=layout_name,
+        layout=layout,
         seed=seed,
         token_mask_size=vocabulary.size,
         missing_ids=vocabulary.missing,
@@ -213,8 +221,8 @@ eos_token, chat_template_path, dataset_num_proc:
         "attn_implementation": description.attn_implementation,
         "engine_options": description.options,
         "top_k": top_k,
-        "layout": _layout_settings(layout_name, layout),
-        "seed": seed if layout_name == "sampled" else None,
+        "layout": {"name": layout_name, **vars(layout)},
+        "seed": seed if sampled else None,
         "tail_temperatures": list(tail_temperatures),
         "tokenizer": tokenizer_fingerprint(tokenized.tokenizer),
         "vocab_size": vocabulary.size,
@@ -250,8 +258,9 @@ eos_token, chat_template_path, dataset_num_proc:
         dataset_split=source_split,
         package_version=__version__,
         template_date=tokenized.template_date,
-        seed=seed if layout_name == "sampled" else None if generation is None else generation.seed,
-        **{name: getattr(get_layout(layout), name) for name in ("min_mass", "draws") if hasattr(get_layout(layout), name)},
+        seed=seed if sampled else None if generation is None else generation.seed,
+        min_mass=layout.mass if isinstance(layout, MinMassLayout) else None,
+        draws=layout.draws if sampled else None,
     )
     if store is None:
         key = hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
@@ -273,7 +282,6 @@ eos_token, chat_template_path, dataset_num_proc:
         manifest_json=manifest_json,
         engine=engine_object,
         request=request,
-        layout=layout,
         vocab_size=vocabulary.size,
         generation=generation,
         long_rows=long_rows,
@@ -347,7 +355,6 @@ class _Job:
     manifest_json: str
     engine: TeacherEngine
     request: ScoreRequest
-    layout: Any
     vocab_size: int
     generation: GenerationOptions | None
     long_rows: str
@@ -419,8 +426,8 @@ class _Job:
             """Blobs and statistics of some rows; runs beside the teacher."""
             for index, signal in group:
                 _check_signal(signal, rows[index].source_row, positions[index])
-            signal = TeacherTopK.cat([signal for _, signal in group])
-            blobs = encode_topk(signal, vocab_size=self.vocab_size, layout=self.layout)
+            signal = self.request.layout.keep(TeacherTopK.cat([signal for _, signal in group]))
+            blobs = encode_topk(signal, vocab_size=self.vocab_size, layout=self.request.layout)
             mass, entropy = _mass_and_entropy(signal)
             start = 0
             for index, _ in group:
@@ -600,7 +607,7 @@ def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vo
             "token; lower `top_k` or raise the engine's limit (vLLM: `max_logprobs`)."
         )
     if not engine.full_distribution:
-        for name, used in (("tail_temperatures", request.tail_temperatures), ("layout", request.layout == "sampled")):
+        for name, used in (("tail_temperatures", request.tail_temperatures), ("layout", isinstance(request.layout, SampledLayout))):
             if used:
                 raise ValueError(
                     f"`{name}` needs the teacher's whole distribution, but {type(engine).__name__} only sees its most likely "
@@ -713,8 +720,14 @@ def _row_arrays(column: pa.ChunkedArray) -> list[np.ndarray]:
     return np.split(values, ends[:-1])
 
 
-def _layout_settings(name: str, layout: Any) -> Any:
-    return name if isinstance(layout, str) else [name, repr(layout)]
+def _named_layout(layout: str | Layout) -> tuple[str, Layout]:
+    """A layout and the name it has in `LAYOUTS`, whatever its options."""
+    if isinstance(layout, str):
+        return layout, get_layout(layout)
+    for name, known in LAYOUTS.items():
+        if type(known) is type(layout):
+            return name, layout
+    raise TypeError(f"`layout` is a {type(layout).__name__}; pass a name or a configured layout of {sorted(LAYOUTS)}.")
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from ..teacher_cache.codecs import LAYOUTS, Layout
 from ..teacher_cache.topk import TeacherTopK
 
 
@@ -29,15 +30,15 @@ class ScoreRequest:
     Attributes:
         top_k: support size K.
         tail_temperatures: temperatures other than 1 at which the tail's log-sum is wanted.
-        layout: layout name; `"sampled"` draws its support from the whole distribution.
-        seed: seed of `"sampled"`.
+        layout: how a position is stored; the sampled one draws its support from the whole distribution.
+        seed: seed of the sampled layout.
         token_mask_size: ids from here on are no tokens of the tokenizer (padded head rows) and are never emitted.
         missing_ids: ids below it that the tokenizer does not have.
     """
 
     top_k: int
     tail_temperatures: tuple[float, ...] = ()
-    layout: str = "default"
+    layout: Layout = LAYOUTS["default"]
     seed: int = 0
     token_mask_size: int | None = None
     missing_ids: tuple[int, ...] = ()

@@ -11,7 +11,8 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..teacher_cache.codecs import select_support
+from ..loss.head import module_head
+from ..teacher_cache.codecs import SampledLayout, select_support
 from ..teacher_cache.topk import TeacherTopK
 from .engine import (
     GenerationOptions,
@@ -23,7 +24,6 @@ from .engine import (
     length_sorted_batches,
 )
 from .shards import file_sha256
-from .teacher_head import teacher_head
 
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".py")
@@ -139,7 +139,7 @@ class TransformersTeacher:
             parameter.requires_grad_(False)
         self._causal_lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         with torch.no_grad():
-            self._head = teacher_head(self._causal_lm)
+            self._head = module_head(self._causal_lm)
 
     def close(self) -> None:
         while self._restore:
@@ -201,7 +201,7 @@ class TransformersTeacher:
             logits = logits[:, :vocab_size].float()
             if request.missing_ids:
                 logits[:, list(request.missing_ids)] = -torch.inf
-            if request.layout == "sampled":
+            if isinstance(request.layout, SampledLayout):
                 part = select_support(
                     torch.log_softmax(logits, -1),
                     layout=request.layout,
