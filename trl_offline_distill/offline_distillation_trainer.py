@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -284,14 +285,16 @@ class OfflineDistillationTrainer(SFTTrainer):
             )
         total = {name: getattr(p, "ds_numel", p.numel()) for name, p in self.model.named_parameters()}
         if len(trained) < len(total):
-            modules = defaultdict(int)
+            modules = defaultdict(set)
             for name in trained:
-                parts = [part for part in name.split(".") if not part.isdigit()]
-                modules[".".join(parts[-3:-1] if "lora" in name else parts[-2:])] += 1
+                # PEFT's own names (`lora_A.default.weight`, `modules_to_save.default.weight`) follow the module's
+                path = re.split(r"\.(?:lora_\w+|modules_to_save|original_module)\.", name)[0]
+                path = path if path != name else name.rpartition(".")[0]
+                modules[path.rpartition(".")[2]].add(path)
             share = sum(total[name] for name in trained) / sum(total.values())
             self.accelerator.print(
                 f"Training {sum(total[name] for name in trained):,} of {sum(total.values()):,} parameters "
-                f"({share:.3%}): " + ", ".join(f"{module} x {count}" for module, count in sorted(modules.items()))
+                f"({share:.3%}): " + ", ".join(f"{module} x {len(paths)}" for module, paths in sorted(modules.items()))
             )
 
     def _check_peft_targets(self) -> None:
