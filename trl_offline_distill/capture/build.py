@@ -33,15 +33,19 @@ from ..teacher_cache.codecs import (
 from ..teacher_cache.manifest import TeacherManifest, chat_template_hash, tokenizer_fingerprint
 from ..teacher_cache.topk import TeacherTopK
 from .engine import GenerationOptions, RowTooLongError, ScoreRequest, TeacherEngine, TokenRow
+from .server_engine import ServerTeacher
 from .shards import FEATURES, MASS_BINS, CachedRow, ShardPlan, ShardStore, canonical_json, plan_shards
 from .tokenize import SOURCE_ROW, TokenizedDataset, tokenize_dataset
 from .transformers_engine import TransformersTeacher
+from .vllm_engine import VLLMTeacher
 
 
 logger = logging.getLogger(__name__)
 
 ENGINES: dict[str, Callable[..., TeacherEngine]] = {
     "transformers": TransformersTeacher,
+    "vllm": VLLMTeacher,
+    "server": ServerTeacher,
 }
 # Positions of one call of the codec; short rows are encoded together.
 _ENCODE_POSITIONS = 2048
