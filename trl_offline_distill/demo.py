@@ -382,16 +382,27 @@ def _training_arguments(args: DemoArguments, out: Path, **changes) -> dict:
         "bf16": device() == "cuda",
         "use_cpu": device() == "cpu",
         "gradient_checkpointing": False,
+        "disable_tqdm": True,
     }
     return settings | changes
 
 
 def _train(args: DemoArguments, folder: Path, out: Path, *, kd: bool) -> dict:
     from datasets import load_from_disk
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from tqdm.auto import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
     from .offline_distillation_config import OfflineDistillationConfig
     from .offline_distillation_trainer import OfflineDistillationTrainer
+
+    bar = tqdm(total=args.max_steps, desc="training", unit="step")
+
+    class Bar(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            bar.update()
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            bar.set_postfix_str(f"held-out KL {metrics['eval_kd_loss']:.3f}")
 
     trainer = OfflineDistillationTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "student"),
@@ -409,8 +420,11 @@ def _train(args: DemoArguments, folder: Path, out: Path, *, kd: bool) -> dict:
         train_dataset=load_from_disk(folder / "cache" / "train"),
         eval_dataset=load_from_disk(folder / "cache" / "test").select(range(min(args.held_out_rows, 8))),
         processing_class=AutoTokenizer.from_pretrained(folder / "teacher"),
+        callbacks=[Bar()],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
+    bar.close()
     trainer.save_model(str(out))
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     return {"log": trainer.state.log_history}
@@ -463,7 +477,7 @@ def measure_cost(args: DemoArguments, *, teacher_resident: bool) -> dict:
     trainer = (OnlineTrainer if teacher_resident else OfflineDistillationTrainer)(
         model=AutoModelForCausalLM.from_pretrained(folder / "student"),
         args=OfflineDistillationConfig(
-            **_training_arguments(args, folder / "cost.checkpoints", max_steps=args.cost_steps, disable_tqdm=True)
+            **_training_arguments(args, folder / "cost.checkpoints", max_steps=args.cost_steps)
         ),
         train_dataset=load_from_disk(folder / "cache" / "train"),
         processing_class=AutoTokenizer.from_pretrained(folder / "teacher"),

@@ -10,5 +10,10 @@ def run(argv: list[str]) -> int:
         print(help_text(parser, {}, rest="options"))
         return 0
     args, _ = parse(parser, expand(argv, "demo.yaml"))
+
+    from transformers.utils import logging
+
+    # The demo shows bars of its own.
+    logging.disable_progress_bar()
     run_demo(args)
     return 0
