@@ -123,7 +123,7 @@ def test_text_shows_manifests_and_problems():
     report = inspect_cache(rows)
     assert report.untaught_rows == [(1, 1)]
     assert report.unsound_rows == [(0, 1)]
-    assert report.to_text().count("PROBLEM: 1 trained tokens of 1 rows") == 2
+    assert report.to_text().count("PROBLEM: 1 trained tokens in 1 rows") == 2
     assert math.isfinite(report.mean_mass)
 
 

@@ -26,8 +26,9 @@ BATCH_TOKENS = 32_768
 MASS_BINS = 10_000
 ENTROPY_BINS = 120
 ENTROPY_STEP = 0.1  # nats
-# Where the label stands among the teacher's candidates: rank 1, 2, 3-5, ..., and outside the support.
-RANK_EDGES = (1, 2, 5, 10, 100)
+# Where the label stands among the teacher's candidates: the last rank of each class but the last two.
+RANK_EDGES = (1, 2, 5, 10)
+RANK_NAMES = ("1", "2", "3-5", "6-10", "11 or later", "outside")
 LONGEST = 5
 
 
@@ -54,7 +55,7 @@ class CacheReport:
     entropy_sum: float = 0.0
     effective_support_sum: float = 0.0
     entropy_counts: np.ndarray = field(default_factory=lambda: np.zeros(ENTROPY_BINS, np.int64))
-    rank_counts: np.ndarray = field(default_factory=lambda: np.zeros(len(RANK_EDGES) + 1, np.int64))
+    rank_counts: np.ndarray = field(default_factory=lambda: np.zeros(len(RANK_NAMES), np.int64))
     largest_token_id: int = -1
     row_lengths: array = field(default_factory=lambda: array("i"))
     longest_rows: list[tuple[int, int]] = field(default_factory=list)  # (tokens, row)
@@ -122,7 +123,7 @@ class CacheReport:
             f"entries a token            {self.mean_support:.1f}",
             f"effective support          {self.effective_support:.2f} (mean of exp(entropy))",
             f"teacher entropy            {self.mean_entropy:.4f} nats (the tail as one outcome)",
-            f"teacher's best is the label {self.label_agreement:.1%}; label in the support "
+            f"agreement with the label   {self.label_agreement:.1%} (the teacher's best); in the support "
             f"{self.label_in_support:.1%}",
             f"largest token id           {self.largest_token_id:,}",
             f"longest rows               {longest}",
@@ -139,7 +140,7 @@ class CacheReport:
             if found:
                 tokens, (row, _) = sum(count for _, count in found), found[0]
                 lines.append(
-                    f"PROBLEM: {tokens:,} trained tokens of {len(found):,} rows hold {what}, first in row {row}."
+                    f"PROBLEM: {tokens:,} trained tokens in {len(found):,} rows hold {what}, first in row {row}."
                 )
         return "\n".join(lines)
 
@@ -242,11 +243,8 @@ def _add_signal(report: CacheReport, teacher: TeacherTopK, labels: Tensor) -> No
     entropy = outcome_entropy(teacher)
     hit = (teacher.token_ids == labels[:, None]) & present
     # Entries descend, so the column is the rank.
-    rank = torch.where(hit.any(1), hit.int().argmax(1) + 1, torch.iinfo(torch.int64).max)
-    places = torch.bucketize(rank, torch.tensor(RANK_EDGES))
-    places[rank > RANK_EDGES[-1]] = torch.where(hit.any(1), len(RANK_EDGES) - 1, len(RANK_EDGES))[
-        rank > RANK_EDGES[-1]
-    ]
+    places = torch.bucketize(hit.int().argmax(1) + 1, torch.tensor(RANK_EDGES))
+    places[~hit.any(1)] = len(RANK_NAMES) - 1
     report.taught_tokens += len(labels)
     report.support_sum += int(present.sum())
     report.mass_sum += float(mass.sum())
@@ -258,7 +256,7 @@ def _add_signal(report: CacheReport, teacher: TeacherTopK, labels: Tensor) -> No
     report.effective_support_sum += float(entropy.exp().sum())
     bins = (entropy / ENTROPY_STEP).long().clamp(0, ENTROPY_BINS - 1)
     report.entropy_counts += torch.bincount(bins, minlength=ENTROPY_BINS).numpy()
-    report.rank_counts += torch.bincount(places, minlength=len(RANK_EDGES) + 1).numpy()
+    report.rank_counts += torch.bincount(places, minlength=len(RANK_NAMES)).numpy()
     report.largest_token_id = max(report.largest_token_id, int(teacher.token_ids[present].max()))
 
 
@@ -273,7 +271,7 @@ def _draw(report: CacheReport, path: Path, title: str) -> Path:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            'Drawing needs matplotlib: install it with `pip install "trl-offline-distill[plot]"`, or ask for no picture.',
+            'Drawing needs matplotlib: `pip install "trl-offline-distill[plot]"`, or ask for no picture.',
             name="matplotlib",
         ) from error
     figure = Figure(figsize=(11, 7), layout="constrained")
@@ -300,11 +298,7 @@ def _draw(report: CacheReport, path: Path, title: str) -> Path:
     entropy_axis.set(xlabel="teacher entropy (nats)", ylabel="share of trained tokens")
     entropy_axis.set_title(f"effective support {report.effective_support:.1f} outcomes", fontsize="medium")
 
-    names = [
-        "1",
-        *(f"{low + 1}" if high == low + 1 else f"{low + 1}-{high}" for low, high in zip(RANK_EDGES, RANK_EDGES[1:])),
-    ]
-    bars = rank_axis.bar([*names, "outside"], report.rank_counts / taught, color="tab:green")
+    bars = rank_axis.bar(RANK_NAMES, report.rank_counts / taught, color="tab:green")
     rank_axis.bar_label(bars, [f"{share:.1%}" for share in report.rank_counts / taught])
     rank_axis.set(xlabel="rank of the label among the teacher's candidates", ylabel="share of trained tokens")
     rank_axis.margins(y=0.12)
