@@ -1,4 +1,4 @@
-"""The Triton backend: its choice and its refusals here, its kernels in `triton_cases.py`, in processes of their own."""
+"""The Triton backend: its choice and its refusals. Its kernels: `triton_cases.py`, in processes of their own."""
 
 import os
 import re
@@ -125,7 +125,8 @@ def test_compiles_for_a_gpu_into_wide_loads(element, softcap, tempered, tmp_path
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         warps = 1 if kernel is fused_triton._combine_kernel else fused_triton.WARPS
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+        launch = {"num_warps": warps, **fused_triton.FUSE_MULTIPLY_ADD}
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch).asm["ptx"]
 
     # 16 entries a thread, read once
     wide = 16 * (4 if element == "fp32" else 2) // 16

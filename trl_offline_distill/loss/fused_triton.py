@@ -28,6 +28,8 @@ except ImportError:
 # Columns a program handles at once, and its warps: 16 entries a thread
 BLOCK = 4096
 WARPS = 8
+# Triton 3.9 warns where this is left to its changing default
+FUSE_MULTIPLY_ADD = {"enable_fp_fusion": True}
 # A chunk of few rows is cut along the vocabulary until this many programs a multiprocessor are in flight
 PROGRAMS_A_PROCESSOR = 4
 MAX_SPLITS = 64
@@ -104,8 +106,9 @@ def _reduce_kernel(
     WHOLE_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # A program reduces `split_columns` columns of one row, a multiple of BLOCK. The maximum is one number; the sums keep an entry for each
-    # lane until the end, so a block costs one reduction and one exponential an entry (two at a temperature).
+    # A program reduces `split_columns` columns of one row, a multiple of BLOCK. The maximum is one number; the sums
+    # keep an entry for each lane until the end, so a block costs one reduction and one exponential an entry (two at a
+    # temperature).
     program = tl.program_id(0)
     row = (program // splits).to(tl.int64)
     split = program % splits
@@ -265,6 +268,7 @@ class TritonKernels:
                     WHOLE_ROW=splits == 1,
                     BLOCK=BLOCK,
                     num_warps=WARPS,
+                    **FUSE_MULTIPLY_ADD,
                 )
                 if splits > 1:
                     _combine_kernel[(n,)](
@@ -275,6 +279,7 @@ class TritonKernels:
                         TEMPERED=arguments["TEMPERED"],
                         SPLITS=splits,
                         num_warps=1,
+                        **FUSE_MULTIPLY_ADD,
                     )
         maximum, lse, entropy, tempered = out
         return TailStats(maximum, lse, lse if temperature == 1.0 else tempered, entropy)
@@ -305,4 +310,5 @@ class TritonKernels:
                 **_transform_arguments(tile, transform, temperature),
                 BLOCK=BLOCK,
                 num_warps=WARPS,
+                **FUSE_MULTIPLY_ADD,
             )
