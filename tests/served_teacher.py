@@ -115,7 +115,9 @@ class CompletionServer:
                     return
                 prompt, top_k = body["prompt"], body.get("prompt_logprobs")
                 if top_k is not None and top_k > max_logprobs:
-                    self.refuse(f"Requested prompt logprobs of {top_k}, which is greater than max allowed: {max_logprobs}")
+                    self.refuse(
+                        f"Requested prompt logprobs of {top_k}, which is greater than max allowed: {max_logprobs}"
+                    )
                     return
                 if len(prompt) + body["max_tokens"] > max_model_len:
                     self.refuse(f"This model's maximum context length is {max_model_len} tokens.")
@@ -175,9 +177,7 @@ def vllm_module(load_model: Callable[[str], torch.nn.Module]) -> types.ModuleTyp
             assert use_tqdm is False
             many = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
             module.calls.append(("generate", len(prompts)))
-            return [
-                self.one(prompt["prompt_token_ids"], params) for prompt, params in zip(prompts, many, strict=True)
-            ]
+            return [self.one(prompt["prompt_token_ids"], params) for prompt, params in zip(prompts, many, strict=True)]
 
         def one(self, input_ids, params):
             top_k, entries = params.prompt_logprobs, None

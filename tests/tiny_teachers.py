@@ -69,7 +69,9 @@ def make_teacher(family: str = "llama", vocab_size: int = 310, seed: int = 0, **
         "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**{**size, **overrides})),
         "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**{**size, "sliding_window": 4, **overrides})),
         "gemma2": lambda: tf.Gemma2ForCausalLM(
-            tf.Gemma2Config(**{**size, "head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 3.0, **overrides})
+            tf.Gemma2Config(
+                **{**size, "head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 3.0, **overrides}
+            )
         ),
         "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**{**size, "logits_scaling": 3.0, **overrides})),
         "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**{**size, "logit_scale": 0.5, **overrides})),
@@ -105,7 +107,9 @@ def make_teacher(family: str = "llama", vocab_size: int = 310, seed: int = 0, **
             )
         ),
         "mamba": lambda: tf.MambaForCausalLM(
-            tf.MambaConfig(**{**small, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3, **overrides})
+            tf.MambaConfig(
+                **{**small, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3, **overrides}
+            )
         ),
     }
     return makers[family]().eval()

@@ -81,3 +81,14 @@ def count_next_token_labels(trainer):
     """Makes `trainer` count the labels that a next-token head trains, whatever the model's own loss would do."""
     trainer.model_accepts_loss_kwargs = True
     trainer._loss_shifts_labels = True
+
+
+def hub_request_errors() -> tuple[type[BaseException], ...]:
+    """What a failed request to the Hub raises, connection errors included.
+
+    `huggingface_hub` moved from requests to httpx and then to httpx2; its own error derives from the client's base class,
+    which covers timeouts and broken connections. Retired by a public base class of `huggingface_hub` for both.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (HfHubHTTPError, HfHubHTTPError.__base__, ConnectionError, TimeoutError)

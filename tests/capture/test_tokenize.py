@@ -130,7 +130,9 @@ def test_streams_and_formats_are_taken():
 
 def test_formatting_func():
     found = tokenize_dataset(
-        Dataset.from_list([{"a": "hello", "b": "world"}]), make_tokenizer(), formatting_func=lambda row: row["a"] + row["b"]
+        Dataset.from_list([{"a": "hello", "b": "world"}]),
+        make_tokenizer(),
+        formatting_func=lambda row: row["a"] + row["b"],
     ).dataset
     assert list(found["input_ids"]) == list(
         tokenize_dataset(Dataset.from_list([{"text": "helloworld"}]), make_tokenizer()).dataset["input_ids"]

@@ -30,11 +30,13 @@ from ..teacher_cache.codecs import (
     get_layout,
     id_bits,
 )
+from ..teacher_cache.hub import HubUpload
 from ..teacher_cache.manifest import TeacherManifest, chat_template_hash, tokenizer_fingerprint
+from ..teacher_cache.statistics import CacheStatistics
 from ..teacher_cache.topk import TeacherTopK
 from .engine import GenerationOptions, RowTooLongError, ScoreRequest, TeacherEngine, TokenRow
 from .server_engine import ServerTeacher
-from .shards import FEATURES, MASS_BINS, CachedRow, ShardPlan, ShardStore, canonical_json, plan_shards
+from .shards import FEATURES, CachedRow, ShardPlan, ShardStore, canonical_json, plan_shards
 from .tokenize import SOURCE_ROW, TokenizedDataset, tokenize_dataset
 from .transformers_engine import TransformersTeacher
 from .vllm_engine import VLLMTeacher
@@ -239,7 +241,7 @@ eos_token, chat_template_path, dataset_num_proc:
         "generation": None if generation is None else generation.to_dict(),
         "dataset": source_name,
         "dataset_revision": source_revision,
-        "rows": int(len(keep)),
+        "rows": len(keep),
         "tokens": rows.digest,
         "skipped_rows": skipped,
         "shard_bytes": shard_bytes,
@@ -295,16 +297,22 @@ eos_token, chat_template_path, dataset_num_proc:
     worker = shard_index * state.num_processes + state.process_index
     upload = None
     if push_to_hub is not None:
-        from ..teacher_cache.hub import HubUpload
-
-        upload = HubUpload(push_to_hub, private=private, revision=hub_revision, token=hub_token, config_name=config_name)
+        upload = HubUpload(
+            push_to_hub, private=private, revision=hub_revision, token=hub_token, config_name=config_name
+        )
     try:
         job.run(plan.of_worker(worker, workers), show=progress and state.is_local_main_process, upload=upload)
         if state.num_processes > 1:
             _wait_for(job, _shards_of_job(plan, shard_index, num_shards, state.num_processes))
         complete = job.is_complete()
         if complete and state.is_main_process and upload is not None:
-            upload.commit(store, plan, license=license)
+            upload.commit(
+                job.files(range(len(plan))),
+                split=split,
+                manifest=TeacherManifest.from_json(manifest_json),
+                statistics=CacheStatistics.merged(store.record(plan, shard) for shard in range(len(plan))),
+                license=license,
+            )
     finally:
         if upload is not None:
             upload.close()
@@ -364,7 +372,7 @@ class _Job:
     long_rows: str
     lengths: np.ndarray
 
-    def run(self, shards: Sequence[int], *, show: bool, upload: Any = None) -> None:
+    def run(self, shards: Sequence[int], *, show: bool, upload: HubUpload | None = None) -> None:
         """Builds the shards that are not finished yet."""
         open_shards = [shard for shard in shards if self.store.record(self.plan, shard) is None]
         if upload is not None:
@@ -387,7 +395,7 @@ class _Job:
             with bar, ThreadPoolExecutor(1, thread_name_prefix="encode") as encoder:
                 for shard in open_shards:
                     rows, stats = self._build_rows(self.plan.rows(shard), encoder, bar)
-                    path = self.store.finish(self.plan, shard, rows, self.manifest_json, stats)
+                    path = self.store.finish(self.plan, shard, rows, self.manifest_json, stats.to_dict())
                     if upload is not None:
                         upload.add(path)
         finally:
@@ -395,7 +403,7 @@ class _Job:
 
     def _build_rows(
         self, chosen: range, encoder: ThreadPoolExecutor, bar: tqdm
-    ) -> tuple[list[CachedRow], dict[str, Any]]:
+    ) -> tuple[list[CachedRow], CacheStatistics]:
         table = self.tokenized.dataset.with_format("arrow")[self.keep[chosen.start : chosen.stop].tolist()]
         source_rows = table[SOURCE_ROW].to_pylist()
         input_ids = _row_arrays(table["input_ids"])
@@ -414,7 +422,7 @@ class _Job:
             rows.append(CachedRow(ids, row_labels, [b""] * len(ids), source_row))
         return rows, self._score(rows, encoder, bar)
 
-    def _score(self, rows: list[CachedRow], encoder: ThreadPoolExecutor, bar: tqdm) -> dict[str, Any]:
+    def _score(self, rows: list[CachedRow], encoder: ThreadPoolExecutor, bar: tqdm) -> CacheStatistics:
         """Fills the blobs of `rows`; returns the statistics of the shard."""
         positions = [np.flatnonzero(row.labels[1:] != -100) for row in rows]
         wanted = [index for index, row_positions in enumerate(positions) if len(row_positions)]
@@ -464,17 +472,13 @@ class _Job:
         if len(seen) != len(wanted):
             lost = [rows[index].source_row for index in wanted if index not in seen]
             raise RuntimeError(f"The engine {type(self.engine).__name__} left out the rows {lost[:_LISTED]}.")
-        mass = np.concatenate([np.empty(0), *masses])
-        return {
-            "rows": len(rows),
-            "tokens": sum(len(row.input_ids) for row in rows),
-            "trained_tokens": len(mass),
-            "blob_bytes": sum(len(blob) for row in rows for blob in row.blobs),
-            "mass_sum": float(mass.sum()),
-            "mass_min": float(mass.min()) if len(mass) else 1.0,
-            "entropy_sum": float(np.concatenate([np.empty(0), *entropies]).sum()),
-            "mass_histogram": np.histogram(mass.clip(0, 1), bins=MASS_BINS, range=(0, 1))[0].tolist(),
-        }
+        return CacheStatistics.of(
+            rows=len(rows),
+            tokens=sum(len(row.input_ids) for row in rows),
+            blob_bytes=sum(len(blob) for row in rows for blob in row.blobs),
+            masses=np.concatenate([np.empty(0), *masses]),
+            entropies=np.concatenate([np.empty(0), *entropies]),
+        )
 
     def is_complete(self) -> bool:
         return all(self.store.record(self.plan, shard) is not None for shard in range(len(self.plan)))
@@ -529,7 +533,9 @@ def _as_engine(
         return ENGINES[engine](teacher, **options)
     if isinstance(teacher, PreTrainedModel) or hasattr(teacher, "get_base_model"):
         if engine not in ("auto", "transformers"):
-            raise ValueError(f"`teacher` is a model in memory, which `engine={engine!r}` cannot run; give its id or path.")
+            raise ValueError(
+                f"`teacher` is a model in memory, which `engine={engine!r}` cannot run; give its id or path."
+            )
         return TransformersTeacher(
             teacher, batch_tokens=batch_tokens, chunk_size=chunk_size, model_init_kwargs=model_init_kwargs
         )
@@ -564,9 +570,7 @@ def _as_processing_class(
     return AutoProcessor.from_pretrained(source, **options)
 
 
-def _source(
-    dataset: Any, name: str | None, revision: str | None
-) -> tuple[str | None, str | None, str | None]:
+def _source(dataset: Any, name: str | None, revision: str | None) -> tuple[str | None, str | None, str | None]:
     """Id, revision and split of the source, as far as `load_dataset` recorded them."""
     info = getattr(dataset, "info", None)
     for url in getattr(info, "download_checksums", None) or {}:
@@ -611,7 +615,10 @@ def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vo
             "token; lower `top_k` or raise the engine's limit (vLLM: `max_logprobs`)."
         )
     if not engine.full_distribution:
-        for name, used in (("tail_temperatures", request.tail_temperatures), ("layout", isinstance(request.layout, SampledLayout))):
+        for name, used in (
+            ("tail_temperatures", request.tail_temperatures),
+            ("layout", isinstance(request.layout, SampledLayout)),
+        ):
             if used:
                 raise ValueError(
                     f"`{name}` needs the teacher's whole distribution, but {type(engine).__name__} only sees its most likely "

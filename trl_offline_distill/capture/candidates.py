@@ -99,7 +99,11 @@ def _most_likely(entry: Mapping[Any, Any], top_k: int, actual: int, where: str) 
     best = [item for item in candidates if item[1] <= top_k] if ranked else sorted(candidates)[:top_k]
     # The token of the row comes on top of the K, so it may only be missing among them.
     extra = len(candidates) - len(best)
-    if len(best) != top_k or extra > 1 or (ranked and sorted(rank for _, rank, _ in best) != list(range(1, top_k + 1))):
+    if (
+        len(best) != top_k
+        or extra > 1
+        or (ranked and sorted(rank for _, rank, _ in best) != list(range(1, top_k + 1)))
+    ):
         raise BadAnswerError(
             f"{where}: {top_k} candidates were asked for; {len(candidates)} came back with the ranks "
             f"{sorted(rank for _, rank, _ in candidates)[:12]}... Does the server cap them (vLLM: --max-logprobs)?"

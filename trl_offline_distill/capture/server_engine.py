@@ -14,7 +14,14 @@ from typing import Any
 
 from ..teacher_cache.topk import TeacherTopK
 from .candidates import BadAnswerError, signal_from_candidates
-from .engine import GenerationOptions, RowTooLongError, ScoreRequest, TeacherDescription, TeacherUnavailableError, TokenRow
+from .engine import (
+    GenerationOptions,
+    RowTooLongError,
+    ScoreRequest,
+    TeacherDescription,
+    TeacherUnavailableError,
+    TokenRow,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -194,7 +201,9 @@ class ServerTeacher:
         try:
             return self._request("POST", "/v1/completions", body, what)
         except _RefusedError as error:
-            if any(word in str(error) for word in ("maximum context length", "max_model_len", "longer than the maximum")):
+            if any(
+                word in str(error) for word in ("maximum context length", "max_model_len", "longer than the maximum")
+            ):
                 raise RowTooLongError(f"{what}: {error}", source_row) from error
             raise
 

@@ -3,7 +3,6 @@
     OUTPUT/data/train-00003-of-00012.parquet   finished shards, nothing else
     OUTPUT/.build/settings.json                what is being built; written once, before the first shard
     OUTPUT/.build/00003.json                   the record of a finished shard: written after the shard itself
-    OUTPUT/README.md                           the dataset card, once every shard is there
 
 A file reaches its name by rename after fsync, so a name never holds half a file. A shard counts as finished when its
 record is there and the shard has the recorded size; everything else is built again, to the same bytes.
@@ -14,7 +13,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ FEATURES = Features(
 ROW_GROUP_BYTES = 64 * 2**20
 # List columns have 32-bit offsets.
 MAX_LIST_ELEMENTS = 2**31 - 1
-MASS_BINS = 1000
 
 
 @dataclass
@@ -189,7 +187,9 @@ class ShardStore:
         changes = _differences(saved["settings"], json.loads(canonical_json(settings)))
         if changes:
             raise ValueError(
-                f"`output_dir` {str(self.folder)!r} holds a build with other settings; changed: " + "; ".join(changes) + ". "
+                f"`output_dir` {str(self.folder)!r} holds a build with other settings; changed: "
+                + "; ".join(changes)
+                + ". "
                 "Use the old settings to resume it, another `output_dir`, or `overwrite=True` to discard it."
             )
         return saved["manifest"]
@@ -237,16 +237,6 @@ class ShardStore:
             pid = int(leftover.suffixes[-2].rpartition("-")[2])
             if pid == os.getpid() or not _is_running(pid):
                 leftover.unlink(missing_ok=True)
-
-    def write_text(self, name: str, text: str) -> None:
-        """Writes a file beside the data, such as the card."""
-        with self._explaining_disk_errors():
-            self._write(self.folder / name, text.encode("utf-8"))
-
-    def write_bytes(self, name: str, content: bytes) -> None:
-        """Writes a binary file beside the data, such as a picture."""
-        with self._explaining_disk_errors():
-            self._write(self.folder / name, content)
 
     def _record_path(self, shard: int) -> Path:
         return self.state / f"{shard:05d}.json"
@@ -297,29 +287,6 @@ class ShardStore:
 
 def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def merge_stats(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Sums of shard records: rows, tokens, trained tokens, blob bytes, and the captured-mass statistics."""
-    total: dict[str, Any] = {
-        "rows": 0, "tokens": 0, "trained_tokens": 0, "blob_bytes": 0, "bytes": 0, "shards": 0,
-        "mass_sum": 0.0, "mass_min": 1.0, "entropy_sum": 0.0, "mass_histogram": [0] * MASS_BINS,
-    }  # fmt: skip
-    for record in records:
-        for name in ("rows", "tokens", "trained_tokens", "blob_bytes", "bytes", "mass_sum", "entropy_sum"):
-            total[name] += record[name]
-        total["shards"] += 1
-        total["mass_min"] = min(total["mass_min"], record["mass_min"])
-        total["mass_histogram"] = [a + b for a, b in zip(total["mass_histogram"], record["mass_histogram"], strict=True)]
-    return total
-
-
-def mass_quantile(histogram: Sequence[int], quantile: float) -> float:
-    """Captured mass below which the given share of tokens lies, to the width of a bin."""
-    counts = np.cumsum(histogram)
-    if counts[-1] == 0:
-        return float("nan")
-    return float(np.searchsorted(counts, quantile * counts[-1], side="left") + 1) / len(histogram)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -114,7 +114,9 @@ def tokenize_dataset(
         )
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
-            raise ValueError(f"`eos_token` {eos_token!r} is not in the tokenizer's vocabulary; add it or choose another.")
+            raise ValueError(
+                f"`eos_token` {eos_token!r} is not in the tokenizer's vocabulary; add it or choose another."
+            )
         tokenizer.eos_token = eos_token
     if chat_template_path is not None:
         path = Path(chat_template_path)
@@ -241,13 +243,19 @@ def _check_columns(dataset: Dataset, text_field: str, formatting_func: Callable 
                 f"`dataset` has the vision column {column!r}; only text is cached. Remove the column to train on the text."
             )
     if SOURCE_ROW in columns or _PROMPT_KEPT in columns:
-        raise ValueError(f"`dataset` has a column named {SOURCE_ROW!r} or {_PROMPT_KEPT!r}, which the builder uses itself.")
+        raise ValueError(
+            f"`dataset` has a column named {SOURCE_ROW!r} or {_PROMPT_KEPT!r}, which the builder uses itself."
+        )
     if "input_ids" in columns:
         _check_nulls(dataset, [column for column in _TOKEN_COLUMNS if column in columns])
         return
     if formatting_func is not None:
         return
-    if "prompt" in columns and "completion" not in columns and ({"messages", "conversations", text_field} & set(columns)):
+    if (
+        "prompt" in columns
+        and "completion" not in columns
+        and ({"messages", "conversations", text_field} & set(columns))
+    ):
         raise ValueError(
             "`dataset` has a 'prompt' column, no 'completion' column, and another text column beside it: "
             f"{columns}. Remove 'prompt' to train on the text, or the others to let the teacher write completions."
@@ -395,9 +403,7 @@ def _tokenize_prompts(
         return {"input_ids": ids}
 
     columns = [column for column in dataset.column_names if column != SOURCE_ROW]
-    return dataset.map(
-        tokenize, with_indices=True, remove_columns=columns, num_proc=num_proc, desc="Tokenizing"
-    )
+    return dataset.map(tokenize, with_indices=True, remove_columns=columns, num_proc=num_proc, desc="Tokenizing")
 
 
 def _check_token_columns(dataset: Dataset) -> None:

@@ -161,7 +161,9 @@ class TransformersTeacher:
                 )
                 if len(batch) == 1:
                     raise RowTooLongError(f"{message}, or lower `max_length`.", first.source_row) from error
-                raise TeacherUnavailableError(f"{message} and run the build again: finished shards are kept.") from error
+                raise TeacherUnavailableError(
+                    f"{message} and run the build again: finished shards are kept."
+                ) from error
 
     @torch.no_grad()
     def _score_batch(self, rows: Sequence[TokenRow], request: ScoreRequest) -> list[TeacherTopK]:
@@ -181,7 +183,9 @@ class TransformersTeacher:
         where = torch.cat([torch.as_tensor(row.positions, dtype=torch.long) for row in rows])
         batch_index = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
         hidden = hidden[batch_index.to(hidden.device), where.to(hidden.device)]  # [N, H]
-        keys = torch.repeat_interleave(torch.tensor([row.source_row for row in rows]), torch.tensor(counts)) << 32 | where
+        keys = (
+            torch.repeat_interleave(torch.tensor([row.source_row for row in rows]), torch.tensor(counts)) << 32 | where
+        )
         signal = self._score_hidden(hidden, request, keys)
         ends = torch.tensor(counts).cumsum(0).tolist()
         return [signal[end - count : end] for end, count in zip(ends, counts, strict=True)]
