@@ -602,6 +602,7 @@ def draw(results: dict, path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     colours = {"cross_entropy": "#c44e52", "offline": "#2a6fbb"}
     labels = {"cross_entropy": "cross-entropy alone", "offline": "offline distillation"}
@@ -622,6 +623,9 @@ def draw(results: dict, path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_yscale("log")
+        for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            which(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.legend(frameon=False)
     lines = [line for line in format_table(results).splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -630,10 +634,16 @@ def draw(results: dict, path: Path) -> None:
     below.axis("off")
     for rows, box, widths in (
         (wide, (0.0, 0.42, 1.0, 0.58), (0.36, 0.1, 0.14, 0.19, 0.21)),
-        (narrow, (0.0, 0.0, 1.0, 0.36), (0.5, 0.2, 0.3)),
+        (narrow, (0.0, 0.0, 1.0, 0.36), (0.6, 0.19, 0.21)),
     ):
         table = below.table(
-            rows[1:], colLabels=rows[0], bbox=box, colWidths=widths, cellLoc="left", edges="horizontal"
+            rows[1:],
+            colLabels=rows[0],
+            bbox=box,
+            colWidths=widths,
+            cellLoc="left",
+            colLoc="left",
+            edges="horizontal",
         )
         table.auto_set_font_size(False)
         table.set_fontsize(9)

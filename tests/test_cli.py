@@ -1,0 +1,281 @@
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset, load_dataset
+from tiny_teachers import make_teacher, make_tokenizer
+from transformers import AutoModelForCausalLM
+
+from trl_offline_distill import build_distillation_dataset
+from trl_offline_distill.cli import COMMANDS, main, redact
+from trl_offline_distill.cli.build_command import BuildArguments, builder_arguments
+from trl_offline_distill.cli.drop_layers_command import parse_layers
+
+
+TEXTS = [
+    "hello world the sky is blue",
+    "why is the sun far away",
+    "what colour is it now",
+    "tell me why the sky is blue",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Teacher, student and texts on disk."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_teacher().save_pretrained(folder / "teacher")
+    make_teacher(seed=1).save_pretrained(folder / "student")
+    for name in ("teacher", "student"):
+        make_tokenizer().save_pretrained(folder / name)
+    (folder / "texts").mkdir()
+    Dataset.from_dict({"text": TEXTS}).to_parquet(folder / "texts" / "train.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(folder):
+    """What `build` leaves, from a YAML file whose values the command line overrides."""
+    config = {"teacher": str(folder / "teacher"), "dataset_name": str(folder / "texts"), "top_k": 3, "max_length": 12}
+    (folder / "build.yaml").write_text(yaml.safe_dump(config))
+    out = folder / "cache"
+    assert main(["build", "--config", str(folder / "build.yaml"), "--top_k", "5", "--output_dir", str(out)]) == 0
+    return out
+
+
+def test_help_and_version(capsys):
+    assert main([]) == main(["--help"]) == main(["-h"]) == 0
+    out = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"  {command} " in out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "trl-offline-distill 0.1.0\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: trl-offline-distill {command}")
+    assert len(out.splitlines()) > 3
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    assert main(["biuld"]) == 2
+    assert "unknown command 'biuld': did you mean 'build'?" in capsys.readouterr().err
+
+
+def test_build_options_are_the_builders_arguments():
+    ours = builder_arguments(BuildArguments(teacher="t"))
+    theirs = inspect.signature(build_distillation_dataset).parameters
+    # `formatting_func` is code; source name and revision are recorded by `load_dataset`.
+    assert set(theirs) - set(ours) == {
+        "dataset", "dataset_name", "dataset_revision", "formatting_func", "progress"
+    }  # fmt: skip
+    assert set(ours) <= set(theirs)
+    for name, value in ours.items():
+        if name not in ("teacher", "tail_temperatures"):
+            assert value == theirs[name].default, name
+
+
+def test_build_gives_what_the_function_gives(folder, cache):
+    built = load_dataset(str(cache), split="train")
+    expected = build_distillation_dataset(
+        Dataset.from_dict({"text": TEXTS}), make_teacher(), make_tokenizer(), top_k=5, max_length=12, progress=False
+    )
+    assert built["input_ids"] == expected["input_ids"]
+    assert built["labels"] == expected["labels"]
+    assert built["teacher_topk"] == expected["teacher_topk"]
+    assert max(map(len, built["input_ids"])) <= 12
+
+
+def train_config(folder, cache, output_dir, **changes) -> dict:
+    return {
+        "model_name_or_path": str(folder / "student"),
+        "dataset_name": str(cache),
+        "output_dir": str(output_dir),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        **changes,
+    }
+
+
+def test_train_goes_through_accelerate(folder, cache, tmp_path):
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(train_config(folder, cache, tmp_path / "out")))
+    arguments = ["train", "--config", str(tmp_path / "train.yaml"), "--num_processes", "1", "--cpu", "--seed", "3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_offline_distill.cli", *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'kd_loss'" in done.stdout
+    assert f"Student saved to {tmp_path / 'out'}" in done.stdout
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    before = AutoModelForCausalLM.from_pretrained(folder / "student")
+    assert not torch.equal(trained.lm_head.weight, before.lm_head.weight)
+
+
+def run_script(monkeypatch, tmp_path, config: dict) -> int:
+    from trl_offline_distill.cli.train_script import run
+
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(tmp_path / "train.yaml")])
+    return run()
+
+
+def test_train_with_lora_saves_an_adapter(folder, cache, tmp_path, monkeypatch, capsys):
+    config = train_config(
+        folder, cache, tmp_path / "out", use_peft=True, lora_r=2, lora_target_modules=["q_proj", "v_proj"]
+    )
+    assert run_script(monkeypatch, tmp_path, config) == 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert "Training" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_name_or_path": None}, "`model_name_or_path` is required"),
+        ({"dataset_name": None}, "exactly one of them"),
+        ({"dataset_train_split": "tra"}, "no split 'tra', it has 'train'"),
+        ({"eval_strategy": "steps", "eval_steps": 1}, "no split 'test', it has 'train'"),
+        ({"kd_weight": 0.0}, "both 0"),
+        ({"use_peft": True, "lora_target_modules": ["q_proj", "no_such_proj"]}, "no_such_proj"),
+    ],
+)
+def test_bad_training_options_are_one_line(folder, cache, tmp_path, monkeypatch, capsys, changes, message):
+    config = {k: v for k, v in train_config(folder, cache, tmp_path / "out", **changes).items() if v is not None}
+    assert run_script(monkeypatch, tmp_path, config) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize("command", ["build", "train", "demo"])
+def test_unknown_keys_and_options_name_the_nearest(command, tmp_path, capsys):
+    valid, wrong = {"build": ("top_k", "topk"), "train": ("kd_weight", "kd_weigth"), "demo": ("top_k", "topk")}[
+        command
+    ]
+    (tmp_path / "c.yaml").write_text(f"{wrong}: 3\n")
+    assert main([command, "--config", str(tmp_path / "c.yaml")]) == 2
+    assert f"unknown key in {tmp_path / 'c.yaml'}: `{wrong}`: did you mean '{valid}'?" in capsys.readouterr().err
+    assert main([command, f"--{wrong}", "3"]) == 2
+    assert f"unknown option `--{wrong}`: did you mean '{valid}'?" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    assert main(["build", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    assert main(["build", "--config", str(tmp_path / "bad.yaml")]) == 2
+    assert "is not valid YAML" in capsys.readouterr().err
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert main(["build", "--config", str(tmp_path / "list.yaml")]) == 2
+    assert "`key: value` lines" in capsys.readouterr().err
+    assert main(["build", "--config"]) == 2
+    assert "takes one value" in capsys.readouterr().err
+    assert main(["build", "--recipe", "r", "--config", "c"]) == 2
+    assert "give one" in capsys.readouterr().err
+
+
+def test_a_value_of_the_wrong_type_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["build", "--teacher", "t", "--top_k", "many"])
+    assert stopped.value.code == 2
+    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top_k", "0"], "`top_k"),
+        (["--top_k", "5000"], "top_k"),
+        (["--layout", "compct"], "layout"),
+        (["--model_init_kwargs", "[1]"], "must be a JSON object"),
+        (["--dataset_text_field", "words"], "words"),
+        (["--dataset_split", "trian"], "trian"),
+    ],
+)
+def test_bad_build_options_fail_before_the_teacher_runs(folder, tmp_path, capsys, arguments, message):
+    base = ["build", "--teacher", str(folder / "teacher"), "--dataset_name", str(folder / "texts")]
+    assert main([*base, "--output_dir", str(tmp_path / "c"), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "error: " in error
+    assert message in error
+    assert not list((tmp_path / "c").rglob("*.parquet"))
+
+
+def test_build_needs_exactly_one_source(folder, capsys):
+    assert main(["build", "--teacher", str(folder / "teacher")]) == 2
+    assert "exactly one" in capsys.readouterr().err
+
+
+def test_a_student_that_does_not_fit_is_refused_before_the_teacher_runs(folder, tmp_path, capsys):
+    make_tokenizer(special=("<|extra|>",)).save_pretrained(tmp_path / "student")
+    make_teacher().save_pretrained(tmp_path / "student")
+    base = ["build", "--teacher", str(folder / "teacher"), "--dataset_name", str(folder / "texts")]
+    assert main([*base, "--student", str(tmp_path / "student"), "--output_dir", str(tmp_path / "c")]) == 1
+    assert "the student's tokenizer" in capsys.readouterr().err
+    assert main([*base, "--student", str(folder / "student"), "--output_dir", str(tmp_path / "c")]) == 0
+    assert "has the teacher's tokenizer" in capsys.readouterr().out
+
+
+def test_secrets_are_never_printed(folder, tmp_path, monkeypatch, capsys):
+    secret = "hf_abcdefghijklmnopqrstuvwxyz"
+    assert secret not in redact(f"request with {secret} failed")
+    monkeypatch.setenv("HF_TOKEN", "plain-secret")
+    assert "plain-secret" not in redact("token plain-secret refused")
+
+    from trl_offline_distill.cli.train_command import _take_token
+
+    assert _take_token(["--hub_token", secret, "--seed", "1"]) == ["--seed", "1"]
+    assert os.environ["HF_TOKEN"] == secret
+    assert _take_token([f"--hub_token={secret}"]) == []
+    main(
+        ["build", "--teacher", str(tmp_path / secret), "--dataset_name", str(folder / "texts"), "--hub_token", secret]
+    )
+    captured = capsys.readouterr()
+    assert secret not in captured.out + captured.err
+    assert "<hidden>" in captured.err
+
+
+def test_a_repository_that_cannot_be_had_says_what_to_do(folder, capsys):
+    assert main(["build", "--teacher", "no/such-model", "--dataset_name", str(folder / "texts")]) == 1
+    assert "no/such-model" in capsys.readouterr().err
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_drop_layers(folder, tmp_path, capsys):
+    base = ["drop-layers", "--model_name_or_path", str(folder / "teacher"), "--output_dir", str(tmp_path / "s")]
+    assert main([*base, "--layers", "1"]) == 0
+    assert "1 of 2 layers" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "s").config.num_hidden_layers == 1
+    assert (tmp_path / "s" / "tokenizer.json").exists()
+    assert main([*base, "--layers", "7"]) == 1
+    assert "layers 0 to 1" in capsys.readouterr().err
+    assert main([*base, "--layers", "1-x"]) == 2
+    assert parse_layers("4,7,16-18") == [4, 7, 16, 17, 18]
+
+
+def test_every_option_has_a_help():
+    from trl_offline_distill.demo import DemoArguments
+
+    for kind in (BuildArguments, DemoArguments):
+        for item in dataclasses.fields(kind):
+            assert item.metadata["help"].strip().endswith((".", ")")), item.name
+
+
+def test_the_console_script_is_installed():
+    script = Path(sys.executable).parent / "trl-offline-distill"
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "trl-offline-distill 0.1.0\n"

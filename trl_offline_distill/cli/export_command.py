@@ -1,0 +1,41 @@
+"""`trl-offline-distill export`."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ExportArguments:
+    """A cached dataset, and where its typed copy goes."""
+
+    dataset_name: str = field(
+        metadata={"help": "Cached dataset: Hub name or folder; `--dataset_name` may be left out."}
+    )
+    output_file: str = field(metadata={"help": "Parquet file to write, or a JSON Lines file if it ends in .jsonl."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name."})
+    dataset_split: str = field(default="train", metadata={"help": "Split."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Revision on the Hub."})
+
+
+def run(argv: list[str]) -> int:
+    from .arguments import expand, help_text, make_parser, parse
+    from .inspect_command import first_positional, load_cached_split
+
+    parser = make_parser(
+        [ExportArguments],
+        "export",
+        "Write a cached dataset with columns of numbers (teacher_token_ids, teacher_logprobs, teacher_log_tail).",
+    )
+    if {"-h", "--help"} & set(argv):
+        print(help_text(parser, {}, rest="options"))
+        return 0
+    args, _ = parse(parser, expand(first_positional(argv, "dataset_name"), "export.yaml"))
+
+    from ..teacher_cache.exporters import to_typed_columns
+
+    typed = to_typed_columns(load_cached_split(args))
+    if args.output_file.endswith(".jsonl"):
+        typed.to_json(args.output_file)
+    else:
+        typed.to_parquet(args.output_file)
+    print(f"{len(typed):,} rows written to {args.output_file}")
+    return 0

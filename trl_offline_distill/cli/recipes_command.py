@@ -1,0 +1,39 @@
+"""`trl-offline-distill recipes list|show|copy`."""
+
+import shutil
+from pathlib import Path
+
+from . import UsageError
+
+
+USAGE = """usage: trl-offline-distill recipes list
+       trl-offline-distill recipes show NAME          print its files
+       trl-offline-distill recipes copy NAME [FOLDER] copy them, to be changed
+
+Use one as it is: trl-offline-distill build --recipe NAME, then train --recipe NAME; options given beside it win."""
+
+
+def run(argv: list[str]) -> int:
+    from ..recipes import find_recipe, list_recipes
+
+    if not argv or {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return 0
+    action, *rest = argv
+    if action == "list" and not rest:
+        names = list_recipes()
+        width = max(map(len, names))
+        for name, title in names.items():
+            print(f"{name:<{width}}  {title}")
+    elif action == "show" and len(rest) == 1:
+        for file in sorted(find_recipe(rest[0], "train.yaml").parent.glob("*.*")):
+            print(f"--- {file.name}\n{file.read_text(encoding='utf-8').rstrip()}\n")
+    elif action == "copy" and len(rest) in (1, 2):
+        target = Path(rest[1] if rest[1:] else rest[0])
+        if target.exists():
+            raise UsageError(f"`{target}` exists: name another folder.")
+        shutil.copytree(find_recipe(rest[0], "train.yaml").parent, target)
+        print(f"Copied to {target}; run it: trl-offline-distill build --config {target / 'build.yaml'}")
+    else:
+        raise UsageError(f"`recipes {' '.join(argv)}` is not understood.\n{USAGE}")
+    return 0
