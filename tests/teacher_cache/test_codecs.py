@@ -231,8 +231,8 @@ def test_stored_format_does_not_change():
     assert stored == f"2004{values} 1032547698badc".replace(" ", "")
     counts = torch.tensor([[14.0, 8.0, 5.0, 1.0]])
     sample = TeacherTopK(torch.tensor([[9, 1, 0, 6]]), (counts / 28).log(), torch.tensor([-torch.inf]))
-    # Counts of 4 bits as pairs in a byte, then ids of 4 bits likewise.
-    assert encode_topk(sample, vocab_size=10, layout="sampled")[0].hex() == "34048e151960"
+    # Counts of 5 bits (four low ones as pairs in a byte, then the high ones), then ids of 4 bits as pairs.
+    assert encode_topk(sample, vocab_size=10, layout=SampledLayout(28))[0].hex() == "3504" + "8e15" + "00" + "1960"
 
 
 @pytest.mark.parametrize(("vocab_size", "bits"), [(1, 1), (2, 1), (3, 2), (65_536, 16), (65_537, 17), (262_145, 19)])
@@ -426,7 +426,7 @@ def test_encode_refuses_an_unknown_layout():
 
 
 def test_encode_refuses_a_signal_that_is_no_sample():
-    with pytest.raises(ValueError, match="no sample of 28 draws"):
+    with pytest.raises(ValueError, match="no sample of 24 draws"):
         encode_topk(broken(), vocab_size=9, layout="sampled")
 
 

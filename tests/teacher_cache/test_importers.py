@@ -316,7 +316,7 @@ def cached(layout: str = "default", temperatures: tuple[float, ...] = ()) -> Dat
             TOP_K,
             layout=layout,
             tail_temperatures=temperatures,
-            draws=28 if layout == "sampled" else None,
+            draws=24 if layout == "sampled" else None,
         )
         rows.append(
             {
