@@ -75,7 +75,5 @@ def run(argv: list[str]) -> int:
     options = {name: getattr(args, name) for name in _PASSED}
     cached = import_teacher(foreign, tokenizer=AutoTokenizer.from_pretrained(args.tokenizer), **options)
     cached.save_to_disk(args.output_dir)
-    print(
-        f"{len(cached):,} rows imported to {args.output_dir}; look at them: trl-offline-distill inspect {args.output_dir}"
-    )
+    print(f"{len(cached):,} rows imported. Look at them: trl-offline-distill inspect {args.output_dir}")
     return 0
