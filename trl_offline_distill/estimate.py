@@ -196,7 +196,8 @@ def loss_bytes(
 
     * `"dense"`: logits in the model's dtype and their fp32 copy, the log-softmax, and in the backward its gradient
       twice (from the gather, and through the log-softmax): `[N, V]` each.
-    * `"forward_chunked"`: the projection runs chunk by chunk, but autograd keeps every chunk's log-softmax.
+    * `"forward_chunked"`: the projection runs chunk by chunk, but autograd keeps every chunk's log-softmax; in the
+      backward one chunk's two gradients come on top.
     * `"fused"`: one chunk of logits, the gradient of the hidden states, and for a trained head its fp32 accumulator.
 
     Args:
@@ -217,7 +218,7 @@ def loss_bytes(
     if loss == "dense":
         return positions * head_rows * (dtype_bytes + upcast + 12) + hidden_gradient
     if loss == "forward_chunked":
-        return positions * head_rows * 4 + chunk * head_rows * (dtype_bytes + upcast + 8) + hidden_gradient
+        return positions * head_rows * 4 + chunk * head_rows * 8 + hidden_gradient
     if loss == "fused":
         return chunk * head_rows * dtype_bytes + hidden_gradient + 4 * head_rows * hidden_size * trained_head
     raise ValueError(f"`loss={loss!r}` must be one of {', '.join(LOSSES)}.")
