@@ -368,6 +368,8 @@ def add_distillation_head(
     check_options(chunk_size, loss_memory_budget, backward)
     _check_causal(model)
     text_config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    backend_name = resolve_backend(backend, embedding.device, embedding.dtype)
     linear = _linear_head(model)
     parameter_names: list[str] = []
     reasons: list[str] = []
@@ -482,18 +484,13 @@ def add_distillation_head(
         )
 
     model.forward = types.MethodType(forward, model)
-    dtype = model.get_input_embeddings().weight.dtype
-    device = model.get_input_embeddings().weight.device
     road = (
         "the kernels on its linear head"
         if linear is not None
         else f"its own head code (trained: {', '.join(parameter_names) or 'nothing'})"
     )
     size = "automatic chunk size" if chunk_size is None else f"chunks of {chunk_size} positions"
-    return (
-        f"Distillation loss of {type(model).__name__}: {road}, backend {resolve_backend(backend, device, dtype)}, "
-        f"backward {backward}, {size}."
-    )
+    return f"Distillation loss of {type(model).__name__}: {road}, backend {backend_name}, backward {backward}, {size}."
 
 
 def _router_loss(text_config: Any, outputs: ModelOutput, kwargs: dict[str, Any]) -> Tensor | None:
