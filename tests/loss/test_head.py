@@ -318,6 +318,36 @@ def test_num_items_divides_and_shifted_labels_are_not_shifted_again():
     torch.testing.assert_close(again.loss, output.loss)
 
 
+@pytest.mark.parametrize("family", ["llama", "modernbert-decoder"])
+def test_a_compiled_student(family):
+    model = a_model(family)
+    add_distillation_head(model, chunk_size=3)
+    expected = gradients(model, fused(model).loss)
+    found = gradients(model, fused(torch.compile(model, backend="eager")).loss)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_sharded_head_is_gathered_once():
+    model = a_model()
+    add_distillation_head(model, chunk_size=3)
+    expected = gradients(model, fused(model).loss)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        weight = torch.distributed.tensor.distribute_tensor(
+            model.lm_head.weight.detach(), mesh, [torch.distributed.tensor.Shard(0)]
+        )
+        model.lm_head.weight = torch.nn.Parameter(weight)
+        found = gradients(model, fused(model).loss)
+        assert isinstance(found["lm_head.weight"], torch.distributed.tensor.DTensor)
+        found["lm_head.weight"] = found["lm_head.weight"].full_tensor()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_nothing_trained_reaches_every_parameter_with_zero():
     model = a_model()
     add_distillation_head(model)

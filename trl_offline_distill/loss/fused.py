@@ -616,6 +616,7 @@ def auto_chunk_size(rows: int, bytes_per_logit: int, device_type: str, budget: i
     return chunk - chunk % 16 if chunk >= 16 else chunk
 
 
+@torch.compiler.disable
 def run_fused_loss(
     head: LinearHead | ModuleHead,
     hidden_states: Tensor,
@@ -809,7 +810,6 @@ def _check_values(teacher: "TeacherTopK", labels: Tensor | None, rows: int, kept
     )
 
 
-@torch.compiler.disable
 def fused_distillation_loss(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
