@@ -237,6 +237,17 @@ class OfflineDistillationTrainer(SFTTrainer):
             self._eval_collator = replace(self.data_collator, padding_free=True)
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        head = base_model.get_output_embeddings()
+        if (
+            self.is_fsdp_enabled
+            and type(head) is not torch.nn.Linear
+            and any(p.requires_grad for p in head.parameters())
+        ):
+            raise ValueError(
+                f"The output head of {type(base_model).__name__} is a trained {type(head).__name__}, which FSDP shards "
+                "where the loss cannot gather it. Leave adapters off the head (`target_modules`, `modules_to_save`), "
+                "or use DDP or DeepSpeed."
+            )
         self.head_description = add_distillation_head(
             base_model,
             divergence=args.divergence,
@@ -335,7 +346,8 @@ class OfflineDistillationTrainer(SFTTrainer):
         if isinstance(dataset, IterableDataset):
             texts = [next(iter(dataset))["teacher_manifest"]]  # the others are compared as they come
         else:
-            texts = dataset.unique("teacher_manifest")
+            # Alone: `unique` writes out every column of a dataset that was shuffled or filtered
+            texts = dataset.select_columns(["teacher_manifest"]).unique("teacher_manifest")
         try:
             manifests = self._limits.check_manifests(texts)
         except ValueError as error:

@@ -1,0 +1,177 @@
+"""
+What each rank of `test_ranks.py` runs: every scenario of a group in one process, results saved by rank 0.
+
+Usage: `python ranks.py GROUP FOLDER`, with the environment that `torchrun` sets. With `WORLD_SIZE` 1 the same
+scenarios run on the union of the ranks' batches.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from tiny_students import FEATURES, cached_dataset, make_trainer, tiny_model, token_rows
+
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+# Rows come in pairs, one for each rank: 2 and 20 trained tokens, then 5 and none, then 9 and 3
+LENGTHS, PROMPTS = [6, 24, 8, 7, 12, 10], [4, 4, 3, 7, 3, 7]
+
+
+def rows():
+    return token_rows(LENGTHS, prompt=PROMPTS)
+
+
+def cache(**kwargs):
+    return cached_dataset(rows(), tiny_model(seed=1).eval(), **kwargs)
+
+
+def options(**overrides):
+    """One row a rank, or all of them on one."""
+    return {
+        "per_device_train_batch_size": 2 // WORLD,
+        "per_device_eval_batch_size": 2 // WORLD,
+        "ddp_backend": "gloo" if WORLD > 1 else None,
+        "ce_weight": 0.5,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        **overrides,
+    }
+
+
+def whole(model) -> dict[str, torch.Tensor]:
+    """Parameters, gathered if they are sharded."""
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): (p.full_tensor() if hasattr(p, "full_tensor") else p)
+        .detach()
+        .clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def outcome(trainer) -> dict:
+    return {"parameters": whole(trainer.model), "log": trainer.state.log_history}
+
+
+def run(folder, dataset=None, family="llama", eval_dataset=None, resume=None, trainer_kwargs=None, **overrides):
+    trainer = make_trainer(
+        folder,
+        tiny_model(family),
+        cache() if dataset is None else dataset,
+        eval_dataset=eval_dataset,
+        trainer_kwargs=trainer_kwargs,
+        **options(**overrides),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return {**outcome(trainer), "wrapper": type(trainer.model_wrapped).__name__}
+
+
+def lora(*targets):
+    from peft import LoraConfig, TaskType
+
+    return {"peft_config": LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, target_modules=list(targets))}
+
+
+def interrupted(folder, **overrides):
+    """Three steps at once, and two steps, then the third after a resume."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-2, **overrides}
+    at_once = run(folder, **saving)
+    resumed = run(folder, resume=str(Path(folder) / "checkpoint-2"), **saving)
+    return {"parameters": at_once["parameters"], "log": at_once["log"], "resumed": resumed}
+
+
+def refused(scenario) -> dict:
+    try:
+        scenario()
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def damaged(folder):
+    """A row that only one rank checks: every rank stops, with the same words."""
+    bad = cache().to_list()
+    bad[5]["teacher_topk"] = [b"\xf0\x06ab"] * 10
+    return refused(lambda: run(folder, Dataset.from_list(bad, features=FEATURES)))
+
+
+def evaluated(folder, **overrides):
+    """Five rows on two ranks: the last batch is filled up."""
+    trainer = make_trainer(
+        folder, tiny_model(), cache(), eval_dataset=cache().select([0, 1, 2, 4, 5]), **options(**overrides)
+    )
+    return {"metrics": trainer.evaluate()}
+
+
+DDP = {
+    "plain": lambda f: run(f),
+    "means of ranks": lambda f: run(f, average_tokens_across_devices=False),
+    "accumulated": lambda f: run(f, gradient_accumulation_steps=3),
+    "streamed": lambda f: run(f, cache().to_iterable_dataset(), max_steps=3),
+    "flattened": lambda f: run(f, padding_free=True),
+    "adapter on the head": lambda f: run(f, trainer_kwargs=lora("q_proj", "lm_head")),
+    "tied": lambda f: run(f, family="tied"),
+    "positions": lambda f: run(f, kd_position_fraction=0.5),
+    "interrupted": interrupted,
+    "evaluated": evaluated,
+    "evaluated flat": lambda f: evaluated(f, padding_free=True),
+    "damaged": damaged,
+}
+SHARDED = {
+    "plain": lambda f: run(f),
+    "accumulated": lambda f: run(f, gradient_accumulation_steps=3),
+    "tied": lambda f: run(f, family="tied"),
+    "recompute": lambda f: run(f, loss_backward="recompute", loss_chunk_size=3),
+    "adapter": lambda f: run(f, trainer_kwargs=lora("q_proj")),
+    "adapter on the head": lambda f: refused(lambda: run(f, trainer_kwargs=lora("q_proj", "lm_head"))),
+    "interrupted": interrupted,
+    # Accelerate shards a model only together with its optimizer, so evaluation comes within training
+    "evaluated in training": lambda f: run(f, eval_dataset=cache().select([0, 1, 2, 4, 5]), eval_strategy="epoch"),
+}
+
+
+def use_fsdp2_on_cpu():
+    """Accelerate shards only on accelerators it knows; the code that shards runs on a CPU too."""
+    initialise = PartialState.__init__
+
+    def initialise_as_accelerator(self, *args, **kwargs):
+        initialise(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = initialise_as_accelerator
+    global options
+    plain = options
+
+    def options(**overrides):
+        return plain(
+            fsdp=True,
+            fsdp_config={
+                "version": 2,
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+                "state_dict_type": "FULL_STATE_DICT",
+                "reshard_after_forward": True,
+            },
+            **overrides,
+        )
+
+
+def main():
+    group, folder = sys.argv[1], Path(sys.argv[2])
+    if group == "fsdp2" and WORLD > 1:
+        use_fsdp2_on_cpu()
+    results = {
+        name: scenario(folder / f"{group}-{WORLD}-{name.replace(' ', '-')}")
+        for name, scenario in (SHARDED if group == "fsdp2" else DDP).items()
+    }
+    if int(os.environ.get("RANK", "0")) == 0:
+        torch.save(results, folder / f"{group}-{WORLD}.pt")
+    elif "damaged" in results:
+        torch.save(results["damaged"], folder / "damaged-1.pt")
+
+
+if __name__ == "__main__":
+    main()
