@@ -1,6 +1,8 @@
 """Tokens and their cached teacher rows, padded together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -73,29 +75,30 @@ class DataCollatorForOfflineDistillation(DataCollatorForLanguageModeling):
                 labels.view(-1)[torch.from_numpy(starts)] = -100
         trained = torch.zeros_like(labels, dtype=torch.bool)
         trained[:, :-1] = labels[:, 1:] != -100
-        positions = trained.view(-1).nonzero().squeeze(1)
-        return batch | self._teacher_rows(columns, offsets, positions, labels.shape)
+        return batch | self._teacher_rows(columns, offsets, trained)
 
-    def _teacher_rows(
-        self, columns: list[list[bytes]], offsets: np.ndarray, positions: Tensor, shape: torch.Size
-    ) -> dict[str, Tensor]:
-        """Teacher tensors of a batch of `shape`, filled at its flat `positions` `[n]`."""
-        example_of = np.searchsorted(offsets, positions.numpy(), side="right") - 1
-        token_of = positions.numpy() - offsets[example_of]
-        blobs = [columns[row][token] for row, token in zip(example_of.tolist(), token_of.tolist())]
+    def _teacher_rows(self, columns: list[Sequence[bytes]], offsets: np.ndarray, trained: Tensor) -> dict[str, Tensor]:
+        """Teacher tensors of a batch, filled where `trained` `[B, S]`."""
+        shape, flat = trained.shape, trained.view(-1)
+        blobs: list[bytes] = []
+        for column, offset in zip(columns, offsets.tolist()):
+            blobs.extend(compress(column, flat[offset : offset + len(column)].tolist()))
+        positions = flat.nonzero().squeeze(1)
 
         def place(index: int) -> str:
-            return f"row {example_of[index]} of the batch, token {token_of[index]}"
+            position = int(positions[index])
+            row = int(np.searchsorted(offsets, position, side="right")) - 1
+            return f"row {row} of the batch, token {position - offsets[row]}"
 
-        if b"" in blobs:
+        if not all(blobs):
             raise ValueError(
                 f"`teacher_topk` has no blob at {place(blobs.index(b''))}, whose next token is trained (`labels`); "
                 "every trained token needs the teacher's row. Capture again, or set that label to -100."
             )
         teacher = decode_topk(blobs, top_k=self.top_k)
-        # One comparison catches NaN, +inf and values that are no log-probabilities.
-        sound = (teacher.logprobs <= 0).all(1) & (teacher.log_tail <= 0)
-        if not bool(sound.all()):
+        # The largest value tells NaN, +inf and positive numbers apart from log-probabilities in one pass.
+        if blobs and not (float(teacher.logprobs.max()) <= 0 and float(teacher.log_tail.max()) <= 0):
+            sound = (teacher.logprobs <= 0).all(1) & (teacher.log_tail <= 0)
             raise ValueError(
                 "`teacher_topk` holds NaN, +inf or a positive log-probability at "
                 f"{place(int((~sound).nonzero()[0]))}, whose next token is trained; log-probabilities are at most 0. "
@@ -104,7 +107,7 @@ class DataCollatorForOfflineDistillation(DataCollatorForLanguageModeling):
 
         def scatter(values: Tensor, fill: float) -> Tensor:
             full = values.new_full((shape.numel(), *values.shape[1:]), fill)
-            full[positions] = values
+            full.index_copy_(0, positions, values)
             return full.view(*shape, *values.shape[1:])
 
         rows = {
@@ -133,7 +136,7 @@ class DataCollatorForOfflineDistillation(DataCollatorForLanguageModeling):
         return teacher.log_tail_at[:, [held.index(temperature) for temperature in wanted]]
 
 
-def _teacher_blobs(example: dict[str, Any], row: int) -> list[bytes]:
+def _teacher_blobs(example: dict[str, Any], row: int) -> Sequence[bytes]:
     """The blobs of one example, one for each token, or an error that names the column."""
     if "teacher_topk" not in example:
         raise ValueError(
@@ -153,4 +156,4 @@ def _teacher_blobs(example: dict[str, Any], row: int) -> list[bytes]:
             f"`teacher_topk` has {len(blobs)} entries and `input_ids` {len(example['input_ids'])} in row {row} of the "
             "batch; there must be one for each token. Truncate, pack or filter both columns together."
         )
-    return list(blobs)
+    return blobs

@@ -89,7 +89,7 @@ def _unpack_integers(packed: np.ndarray, count: int, bits: int) -> np.ndarray:
         if values is None:
             values = part.astype(np.int32)
         else:
-            values |= part.astype(np.int32) << np.int32(shift)
+            values |= np.left_shift(part, np.int32(shift), dtype=np.int32)
         start, shift = stop, shift + width
     return values
 
