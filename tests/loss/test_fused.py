@@ -464,19 +464,23 @@ def test_the_head_gradient_does_not_degrade_with_the_number_of_chunks():
     assert max(errors.values()) <= 1.05 * min(errors.values())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("backward", SCHEMES)
-def test_fp16_gradients_survive_until_the_scaler(backward):
+def test_fp16_gradients_survive_until_the_scaler(backward, autocast):
     torch.manual_seed(0)
     hidden, weight = torch.randn(8, 16), torch.randn(64, 16)
     teacher = top_k_of(torch.nn.functional.linear(hidden + 0.1, weight), 8)
     # Divided by as many positions as a large batch has, a gradient is below what fp16 can hold
     num_items, scale = 2.0**22, 2.0**16
-    exact = hidden.clone().requires_grad_()
-    fused_distillation_loss(exact, weight, teacher, num_items=num_items, backend="reference").loss.backward()
-    leaf = hidden.half().requires_grad_()
-    loss = fused_distillation_loss(leaf, weight.half(), teacher, num_items=num_items, backward=backward).loss
+    exact = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    fused_distillation_loss(*exact, teacher, num_items=num_items, backend="reference").loss.backward()
+    dtype = torch.float32 if autocast else torch.float16
+    leaves = [hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_()]
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+        loss = fused_distillation_loss(*leaves, teacher, num_items=num_items, backward=backward).loss
     (loss * scale).backward()
-    assert (leaf.grad.float() / scale - exact.grad).norm() < 0.02 * exact.grad.norm()
+    for leaf, reference in zip(leaves, exact, strict=True):
+        assert (leaf.grad.float() / scale - reference.grad).norm() < 0.02 * reference.grad.norm()
 
 
 @pytest.mark.parametrize("backward", SCHEMES)

@@ -123,6 +123,13 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """What the head's products are computed in: the autocast dtype where autocast is on."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
 def marker(dtype: torch.dtype) -> float:
     """What replaces a logit that was taken out of a tile: `LOG_ZERO`, or the lowest number of a type without it."""
     return max(LOG_ZERO, torch.finfo(dtype).min)
@@ -279,9 +286,7 @@ class LinearHead:
     @contextlib.contextmanager
     def running(self, hidden: Tensor, tensors: tuple[Tensor, ...], chunk_size: int) -> Iterator[None]:
         """Casts the head once, for as many chunks as run inside, and holds the one tile they share."""
-        dtype = hidden.dtype
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
+        dtype = product_dtype(hidden)
         weight, bias = tensors
         self._weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach()
@@ -397,11 +402,13 @@ class _Run:
     chunk_size: int
     in_forward: bool
     grad_enabled: bool
+    # Of the sums, and of the head's products
     dtype: torch.dtype
+    product_dtype: torch.dtype
 
-    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def factors(self) -> tuple[Tensor, Tensor | None]:
         """What the tile's gradient is multiplied by, and what the products of that are still to be multiplied by."""
-        if dtype != torch.float16:
+        if self.product_dtype != torch.float16:
             return self.inverse_num_items, None
         return torch.full_like(self.inverse_num_items, FP16_TILE_SCALE), self.inverse_num_items / FP16_TILE_SCALE
 
@@ -423,7 +430,7 @@ class _Run:
     def chunk(self, hidden: Tensor, rows: slice, stats: Tensor | None, gradients: Gradients | None) -> None:
         """One chunk: fills `stats[:, rows]` `[len(PER_TOKEN), n]` and adds to `gradients`, where they are given."""
         raw, saved = self.head.project(hidden[rows], differentiable=gradients is not None)
-        self.tile(raw, rows, stats, None if gradients is None else self.factors(hidden.dtype)[0])
+        self.tile(raw, rows, stats, None if gradients is None else self.factors()[0])
         if gradients is not None:
             self.head.backproject(raw, saved, gradients, rows)
             gradients.first = False
@@ -561,7 +568,7 @@ class _FusedLoss(torch.autograd.Function):
             ):
                 for rows in run.chunks(len(hidden)):
                     run.chunk(hidden, rows, None, gradients)
-        remaining = run.factors(dtypes[0])[1]
+        remaining = run.factors()[1]
         factor = grad_loss if remaining is None else grad_loss * remaining
         return None, *(
             None if total is None else (total.mul_(factor) if inplace else total.mul(factor)).to(dtype)
@@ -677,7 +684,7 @@ def run_fused_loss(
         stats = torch.stack([values[name].detach() for name in PER_TOKEN])
     else:
         if chunk_size is None:
-            size = head.bytes_per_logit(hidden_states.dtype)
+            size = head.bytes_per_logit(product_dtype(hidden_states))
             chunk_size = auto_chunk_size(rows, size, hidden_states.device.type, loss_memory_budget)
         run = _Run(
             head=head,
@@ -695,6 +702,7 @@ def run_fused_loss(
             in_forward=backward == "in_forward",
             grad_enabled=torch.is_grad_enabled(),
             dtype=dtype,
+            product_dtype=product_dtype(hidden_states),
         )
         loss, stats = _FusedLoss.apply(run, hidden_states, *tensors)
     kd_sum, ce_sum = stats[:2].sum(-1)
