@@ -29,6 +29,7 @@ from ..teacher_cache.codecs import (
     encode_topk,
     get_layout,
     id_bits,
+    select_support,
 )
 from ..teacher_cache.hub import HubUpload
 from ..teacher_cache.manifest import TeacherManifest, chat_template_hash, tokenizer_fingerprint
@@ -210,6 +211,8 @@ eos_token, chat_template_path, dataset_num_proc:
     _check_request(request, engine_object, vocabulary)
     rows = _measure_rows(tokenized, vocabulary)
     keep, skipped = _fitting_rows(rows, engine_object, generation, long_rows)
+    if not len(keep):
+        raise ValueError("No row of `dataset` is left: truncation or `long_rows='skip'` dropped all of them.")
     if not tokenized.prompts_only and not rows.trained[keep].any():
         raise ValueError(
             "Nothing in `dataset` is trained: every label is -100 (after truncation and masks). Check "
@@ -349,11 +352,15 @@ class _RowMeasures:
         self, keep: np.ndarray, request: ScoreRequest, generation: GenerationOptions | None
     ) -> np.ndarray:
         """Bytes of each kept row before compression; an upper bound, so that it can be known before the teacher runs."""
-        per_token = 4 + 4 * len(request.tail_temperatures) + request.top_k * (2 + id_bits(request.token_mask_size) / 8)
+        bits = id_bits(request.token_mask_size)
+        if isinstance(request.layout, SampledLayout):
+            per_token = request.layout.blob_bytes(8, bits, request.layout.draws)
+        else:
+            per_token = request.layout.blob_bytes(len(request.tail_temperatures), bits, request.top_k)
         lengths, trained = self.lengths[keep], self.trained[keep]
         if generation is not None:
             lengths, trained = lengths + generation.max_new_tokens, trained + generation.max_new_tokens
-        return np.ceil(trained * per_token + lengths * 16).astype(np.int64)
+        return trained * per_token + lengths * 16
 
 
 @dataclass
@@ -606,6 +613,8 @@ def _generation(generation: Any, tokenized: TokenizedDataset) -> GenerationOptio
 
 
 def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vocabulary) -> None:
+    # The codec's own check of the temperatures, before the teacher runs rather than after its first batch.
+    select_support(torch.zeros(1, 2), top_k=1, tail_temperatures=request.tail_temperatures)
     ids = vocabulary.size - len(vocabulary.missing)
     if request.top_k > ids:
         raise ValueError(f"`top_k` is {request.top_k}, more than the {ids} tokens of the vocabulary; lower it.")
@@ -757,5 +766,6 @@ def _wait_for(job: _Job, shards: Sequence[int]) -> None:
 
 def _load(files: list[Path], split: str) -> Dataset:
     if not files:
+        # A job that got no shard.
         return Dataset.from_dict({name: [] for name in FEATURES}, features=FEATURES)
     return load_dataset("parquet", data_files={split: [str(file) for file in files]}, split=split)

@@ -172,6 +172,7 @@ class ShardStore:
         with self._explaining_disk_errors():
             self.state.mkdir(parents=True, exist_ok=True)
             self.data.mkdir(exist_ok=True)
+            self._remove_leftovers()
             saved = self.saved()
             if saved is None:
                 strangers = sorted(path.name for path in self.data.iterdir())
@@ -213,7 +214,6 @@ class ShardStore:
         """Writes one shard and then its record."""
         target = self.data / plan.file_name(shard)
         with self._explaining_disk_errors():
-            self._remove_leftovers(target.name)
             temporary = self.state / f"{target.name}.{socket.gethostname()}-{os.getpid()}.tmp"
             with open(temporary, "wb") as handle:
                 write_parquet(handle, rows, manifest_json)
@@ -231,10 +231,10 @@ class ShardStore:
             self._write(self._record_path(shard), canonical_json(record).encode())
         return target
 
-    def _remove_leftovers(self, name: str) -> None:
-        """Removes what killed processes of this machine left of a file; a live one may still be writing."""
-        for leftover in self.state.glob(f"{name}.{socket.gethostname()}-*.tmp"):
-            pid = int(leftover.suffixes[-2].rpartition("-")[2])
+    def _remove_leftovers(self) -> None:
+        """Removes half-written files of processes of this machine that were killed; a live one may still be writing."""
+        for leftover in self.state.glob(f"*.{socket.gethostname()}-*.tmp"):
+            pid = int(leftover.name.removesuffix(".tmp").rpartition("-")[2])
             if pid == os.getpid() or not _is_running(pid):
                 leftover.unlink(missing_ok=True)
 

@@ -138,6 +138,9 @@ class TransformersTeacher:
         for parameter in flags:
             parameter.requires_grad_(False)
         self._causal_lm = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        broken = next((name for name, value in self.model.named_parameters() if _has_nan(value)), None)
+        if broken is not None:
+            raise ValueError(f"The teacher's parameter {broken!r} holds NaN or infinity; load intact weights.")
         with torch.no_grad():
             self._head = module_head(self._causal_lm)
 
@@ -333,6 +336,13 @@ def _empty_signal(request: ScoreRequest) -> TeacherTopK:
         tail_temperatures=request.tail_temperatures,
         vocab_size=request.token_mask_size,
     )
+
+
+def _has_nan(parameter: Tensor) -> bool:
+    if parameter.device.type == "meta" or not parameter.is_floating_point():
+        return False
+    # The sum of one NaN or infinity is one; a finite tensor that overflows its sum is looked at again.
+    return not bool(torch.isfinite(parameter.sum())) and not bool(torch.isfinite(parameter).all())
 
 
 def _restore_modes(modes: list[tuple[torch.nn.Module, bool]], flags: list[torch.nn.Parameter]) -> None:
