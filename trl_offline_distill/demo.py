@@ -69,6 +69,9 @@ class DemoArguments:
             Steps of each cost measurement (the first two are not counted).
         seed (`int`, *optional*, defaults to `0`):
             Seed of the rows, of their order and of the trainings.
+        only_material (`bool`, *optional*, defaults to `False`):
+            Stop after the teacher and the text are in `output_dir/teacher`, as a model and as `train.jsonl` and
+            `test.jsonl`.
     """
 
     output_dir: str = field(
@@ -104,6 +107,10 @@ class DemoArguments:
         default=5, metadata={"help": "Steps of each cost measurement; the first two are not counted."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the rows, of their order and of the trainings."})
+    only_material: bool = field(
+        default=False,
+        metadata={"help": "Stop after writing teacher and text, where the recipe smollm2_healing starts."},
+    )
 
     def __post_init__(self):
         for name, least in (
@@ -126,7 +133,7 @@ def run_demo(args: DemoArguments) -> dict:
         args (`DemoArguments`): What to run.
 
     Returns:
-        `dict`: What `results.json` holds.
+        `dict`: What `results.json` holds; with `only_material` the first stage alone.
     """
     started = time.perf_counter()
     folder = Path(args.output_dir)
@@ -144,12 +151,16 @@ def run_demo(args: DemoArguments) -> dict:
         ("cost", "a step with and without the teacher in memory", lambda out: _cost(args, folder)),
         ("held_out", "perplexity and KL on held-out text", lambda out: _evaluate(args, folder)),
     ]
+    if args.only_material:
+        stages = stages[:1]
     results = {}
     for number, (name, title, make) in enumerate(stages, start=1):
         print(f"[{number}/{len(stages)}] {title}", flush=True)
         results[name] = _stage(args, folder / name, make)
         if "source" in results[name]:
             print(f"      {results[name]['source']}", flush=True)
+    if args.only_material:
+        return results
     results["seconds"] = sum(results[name]["seconds"] for name, *_ in stages)
     results["this_run_seconds"] = time.perf_counter() - started
     results["date"] = date.today().isoformat()
@@ -174,8 +185,8 @@ def run_demo(args: DemoArguments) -> dict:
 
 def _stage(args: DemoArguments, folder: Path, make: Callable[[Path], dict]) -> dict:
     """Result of a stage: read from `folder` if it was made with these arguments, else made and moved there."""
-    # Where the results lie does not change them.
-    settings = {key: value for key, value in asdict(args).items() if key != "output_dir"}
+    # Where the results lie, and where a run stops, does not change them.
+    settings = {key: value for key, value in asdict(args).items() if key not in ("output_dir", "only_material")}
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     done = folder / "result.json"
     if done.exists():
@@ -197,7 +208,7 @@ def _stage(args: DemoArguments, folder: Path, make: Callable[[Path], dict]) -> d
 
 def _write(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -313,7 +324,8 @@ def _prepare(args: DemoArguments, out: Path) -> dict:
     train, test = split_rows(
         texts, args.max_steps * args.batch_rows, args.held_out_rows, 6 * args.row_tokens, args.seed
     )
-    _write(out / "rows.json", json.dumps({"train": train, "test": test}))
+    for split, rows in (("train", train), ("test", test)):
+        _write(out / f"{split}.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
     return {
         "source": f"{model_source}; {text_source}",
         "layers": model.config.num_hidden_layers,
@@ -328,12 +340,12 @@ def _capture(args: DemoArguments, folder: Path, out: Path) -> dict:
     from .capture.build import build_distillation_dataset
 
     teacher, tokenizer = load(folder / "teacher"), AutoTokenizer.from_pretrained(folder / "teacher")
-    rows = json.loads((folder / "teacher" / "rows.json").read_text())
     tokens = signal = 0
     started = time.perf_counter()
     for split in ("train", "test"):
+        lines = (folder / "teacher" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         cached = build_distillation_dataset(
-            Dataset.from_dict({"text": rows[split]}),
+            Dataset.from_list([json.loads(line) for line in lines]),
             teacher,
             tokenizer,
             top_k=args.top_k,

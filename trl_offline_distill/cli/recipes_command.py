@@ -1,4 +1,4 @@
-"""`trl-offline-distill recipes list|show|copy`."""
+"""`trl-offline-distill recipes list|show|copy|run`."""
 
 import shutil
 from pathlib import Path
@@ -9,6 +9,8 @@ from . import UsageError
 USAGE = """usage: trl-offline-distill recipes list
        trl-offline-distill recipes show NAME          print its files
        trl-offline-distill recipes copy NAME [FOLDER] copy them, to be changed
+       trl-offline-distill recipes run NAME           run all its steps
+       trl-offline-distill recipes run NAME --tiny    the same on a random tiny model of the family, on any CPU
 
 Use one as it is: trl-offline-distill build --recipe NAME, then train --recipe NAME; options given beside it win."""
 
@@ -34,6 +36,15 @@ def run(argv: list[str]) -> int:
             raise UsageError(f"`{target}` exists: name another folder.")
         shutil.copytree(find_recipe(rest[0], "train.yaml").parent, target)
         print(f"Copied to {target}; run it: trl-offline-distill build --config {target / 'build.yaml'}")
+    elif action == "run" and len([word for word in rest if word != "--tiny"]) == 1:
+        from .recipe_run import run_recipe, run_tiny_recipe
+
+        (name,) = [word for word in rest if word != "--tiny"]
+        if "--tiny" in rest:
+            kl = run_tiny_recipe(name)
+            print(f"{name}, tiny: KL to the teacher {kl['before']:.3f} before, {kl['after']:.3f} after training")
+        else:
+            run_recipe(name)
     else:
         raise UsageError(f"`recipes {' '.join(argv)}` is not understood.\n{USAGE}")
     return 0
