@@ -141,8 +141,8 @@ class TorchKernels:
     (CPU) or small (GPU), and the tile is the only buffer of its size.
     """
 
-    # Entries of a slice, which is never more than a 16th of the tile: 1 MiB of fp32 stays in a CPU's cache
-    SLICE: ClassVar = {"cpu": 2**18, "cuda": 2**25}
+    # Entries of a slice, which is never more than a 16th of the tile: 2 MiB of fp32 stays in a CPU's cache
+    SLICE: ClassVar = {"cpu": 2**19, "cuda": 2**25}
 
     def _slices(self, tile: Tensor) -> Iterator[slice]:
         n, vocab_size = tile.shape
