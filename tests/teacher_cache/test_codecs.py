@@ -294,7 +294,7 @@ def test_compact_layout_with_equal_values_and_short_supports():
 def test_min_mass_stops_at_the_mass_and_keeps_the_rest_in_the_tail():
     probabilities = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.03, 0.01], [0.99, 0.002, 0.002, 0.002, 0.002, 0.002]])
     full = probabilities.double().log()
-    layout = MinMassLayout(0.85, min_k=2)
+    layout = MinMassLayout(0.85, min_k=2, step=1)
     decoded = decode_topk(encode_topk(select_support(full, top_k=5, layout=layout), vocab_size=6, layout=layout))
     assert [len(row) for row in as_dicts(decoded)] == [3, 2]
     torch.testing.assert_close(decoded.log_tail.exp(), torch.tensor([0.1, 0.008]), rtol=2e-3, atol=1e-4)
@@ -309,7 +309,8 @@ def test_min_mass_bounds():
     for row, size in enumerate(sizes):
         ranked = full[row].exp().sort(descending=True).values
         assert size == 100 or size == 8 or float(ranked[:size].sum()) >= 0.999
-        assert size == 8 or float(ranked[: size - 1].sum()) < 0.999
+        assert size == 8 or float(ranked[: size - 4].sum()) < 0.999
+        assert size % 4 == 0
 
 
 def test_min_mass_moves_the_mass_at_each_temperature():
@@ -443,6 +444,7 @@ def test_sampled_refuses_what_it_cannot_do(changes):
         (lambda: MinMassLayout(0.0), "mass"),
         (lambda: MinMassLayout(1.1), "mass"),
         (lambda: MinMassLayout(min_k=0), "min_k"),
+        (lambda: MinMassLayout(step=0), "step"),
         (lambda: SampledLayout(0), "draws"),
         (lambda: SampledLayout(256), "draws"),
         (lambda: select_support(torch.zeros(3), top_k=1), "logprobs"),
