@@ -36,6 +36,7 @@ from ..teacher_cache.manifest import TeacherManifest, chat_template_hash, tokeni
 from ..teacher_cache.statistics import CacheStatistics
 from ..teacher_cache.topk import TeacherTopK
 from .engine import GenerationOptions, RowTooLongError, ScoreRequest, TeacherEngine, TokenRow
+from .processes import process_state
 from .server_engine import ServerTeacher
 from .shards import FEATURES, CachedRow, ShardPlan, ShardStore, canonical_json, plan_shards
 from .tokenize import SOURCE_ROW, TokenizedDataset, tokenize_dataset
@@ -173,7 +174,7 @@ eos_token, chat_template_path, dataset_num_proc:
     _check_arguments(top_k, batch_tokens, chunk_size, shard_bytes, num_shards, shard_index, long_rows)
     layout_name, layout = _named_layout(layout)
     sampled = isinstance(layout, SampledLayout)
-    state = PartialState()
+    state = process_state()
     engine_object = _as_engine(teacher, engine, batch_tokens, chunk_size, model_init_kwargs)
     processing_class = _as_processing_class(processing_class, teacher, engine_object, model_init_kwargs)
     store = None if output_dir is None else ShardStore(output_dir)

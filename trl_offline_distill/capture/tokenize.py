@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl.chat_template_utils import (
@@ -29,6 +28,7 @@ from trl.chat_template_utils import (
 from trl.data_utils import common_prefix_length, is_conversational, is_conversational_from_value
 
 from .._compat import prepare_sft_dataset, tokenize_like_sft
+from .processes import process_state
 
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def tokenize_dataset(
     used_template = (chat_template or processing_class.chat_template) if conversational else None
 
     # Needed before TRL logs or lets the main process fill the cache first.
-    PartialState()
+    process_state()
     dataset = dataset.add_column(SOURCE_ROW, np.arange(len(dataset), dtype=np.int64))
     result = TokenizedDataset(
         dataset=dataset,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import PartialState
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -23,6 +22,7 @@ from .engine import (
     TokenRow,
     length_sorted_batches,
 )
+from .processes import process_state
 from .shards import file_sha256
 
 
@@ -129,7 +129,7 @@ class TransformersTeacher:
             options.setdefault("dtype", "auto")
             self.model = AutoModelForCausalLM.from_pretrained(self.model_id, **options)
             if getattr(self.model, "hf_device_map", None) is None and not getattr(self.model, "is_quantized", False):
-                self.model.to(PartialState().device)
+                self.model.to(process_state().device)
             self._restore.append(self._unload)
         modes = [(module, module.training) for module in self.model.modules() if module.training]
         flags = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
