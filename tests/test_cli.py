@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from datasets import Dataset, load_dataset
+from datasets import Dataset, load_dataset, load_from_disk
 from tiny_teachers import make_teacher, make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -123,6 +123,33 @@ def test_train_goes_through_accelerate(folder, cache, tmp_path):
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     before = AutoModelForCausalLM.from_pretrained(folder / "student")
     assert not torch.equal(trained.lm_head.weight, before.lm_head.weight)
+
+
+def test_inspect_export_import_and_plot(folder, cache, tmp_path, monkeypatch, capsys):
+    assert main(["inspect", str(cache), "--plot", str(tmp_path / "report.png")]) == 0
+    out = capsys.readouterr().out
+    assert "captured" in out
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["inspect", str(cache), "--teacher", str(folder / "teacher"), "--rows", "2"]) == 0
+    assert "cache - live" in capsys.readouterr().out
+    assert main(["inspect", str(cache), "--decode", "1", "--processing_class", str(folder / "teacher")]) == 0
+    assert "trained" in capsys.readouterr().out
+    assert main(["inspect", str(cache), "--decode", "99", "--processing_class", str(folder / "teacher")]) == 2
+    assert "no such row" in capsys.readouterr().err
+
+    assert main(["export", str(cache), "--output_file", str(tmp_path / "typed.parquet")]) == 0
+    typed = load_dataset("parquet", data_files=str(tmp_path / "typed.parquet"), split="train")
+    assert "teacher_logprobs" in typed.column_names
+    arguments = ["--dataset_data_files", str(tmp_path / "typed.parquet"), "--tokenizer", str(folder / "teacher")]
+    assert main(["import", "parquet", *arguments, "--output_dir", str(tmp_path / "back")]) == 0
+    again = load_from_disk(str(tmp_path / "back"))
+    assert again["teacher_topk"] == load_dataset(str(cache), split="train")["teacher_topk"]
+
+    assert run_script(monkeypatch, tmp_path, train_config(folder, cache, tmp_path / "out", logging_steps=1)) == 0
+    assert main(["plot", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "distillation.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", str(cache)]) == 2
+    assert "trainer_state.json" in capsys.readouterr().err
 
 
 def run_script(monkeypatch, tmp_path, config: dict) -> int:

@@ -101,6 +101,7 @@ def main(
         trainer.accelerator.print(f"The MXFP4 student was dequantised: {parameters / 1e9:.1f} B parameters in bf16.")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
+    trainer.save_state()
     trainer.accelerator.print(f"Student saved to {training.output_dir}")
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
