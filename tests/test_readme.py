@@ -1,0 +1,99 @@
+"""Every code block of the README and of `docs/` runs as it stands, or says above it why it does not."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+from huggingface_hub import HfApi
+from tiny_teachers import MARKED_TEMPLATE, make_teacher, make_tokenizer
+
+from trl_offline_distill.cli import main
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
+BLOCK = re.compile(
+    r"^(?:<!--(?P<comment>.*?)-->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+QUESTIONS = ["what is the sky", "why is the sun far away", "what colour is it", "tell me why"]
+
+
+def blocks(page: Path) -> list[tuple[int, str, str, str]]:
+    """(line, comment, language, code) of each code block."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text[: found.start()].count("\n") + 1, (found["comment"] or "").strip(), found["language"], found["code"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+@pytest.fixture
+def names_of_the_readme(hub, tmp_path, monkeypatch):
+    """Tiny models and a tiny dataset on the loopback Hub, under the names that the README uses."""
+    monkeypatch.chdir(tmp_path)
+    # Precision is the GPU's; a CPU trains what is asked for in fp32.
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    api = HfApi()
+    for number, name in enumerate(["Qwen/Qwen3-8B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"]):
+        folder = tmp_path / "models" / name
+        make_teacher(seed=number, max_position_embeddings=64).save_pretrained(folder)
+        make_tokenizer(MARKED_TEMPLATE).save_pretrained(folder)
+        api.create_repo(name, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "hello world"}]}
+        for q in QUESTIONS
+    ]
+    Dataset.from_list(rows).push_to_hub("trl-lib/Capybara", split="train")
+
+
+def run_block(language: str, code: str, where: str) -> None:
+    if language == "python":
+        exec(compile(code, where, "exec"), {"__name__": "readme"})
+    elif language == "bash":
+        for line in code.splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                assert words[0] == "trl-offline-distill", f"{where}: {line} is run by nobody; say why above the block"
+                assert main(words[1:]) == 0, f"{where}: {line}"
+    elif language == "yaml":
+        assert yaml.safe_load(code)
+    else:
+        raise AssertionError(f"{where}: a block in {language or 'no language'} is run by nobody; say why above it")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_runs(page, names_of_the_readme, capsys):
+    found = blocks(page)
+    assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(found), "a code block is not recognised"
+    for line, comment, language, code in found:
+        if comment.startswith("not run: "):
+            assert len(comment) > len("not run: ") + 10, f"{page.name}:{line}: the reason is missing"
+            continue
+        run_block(language, code, f"{page.name}:{line}")
+    if page.name == "README.md" and page.parent == ROOT:
+        assert Path("student", "distillation.png").exists()
+        assert Path("student-lora").is_dir()
+        assert "longest row" in capsys.readouterr().out
+
+
+def test_the_first_example_is_short_and_on_the_first_screen():
+    line, _, language, code = blocks(ROOT / "README.md")[0]
+    assert language == "python"
+    assert line < 15
+    assert len(code.splitlines()) <= 15
+
+
+def test_links_and_commands_of_the_pages_exist():
+    targets = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)#]+?)\)", text):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+        for target in re.findall(r"`make ([\w-]+)", text):
+            assert re.search(rf"^{target}:", targets, re.MULTILINE), f"{page.name}: make {target}"
