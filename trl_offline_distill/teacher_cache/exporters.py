@@ -31,8 +31,7 @@ def to_typed_columns(dataset: AnyDataset) -> AnyDataset:
         - `teacher_log_tail_at` (`[T][M]` float32, the tail at the `tail_temperatures` of the manifest).
 
         `K` differs from token to token; it is 0 where there is no teacher. `import_teacher(..., source="typed")` reads
-        them back. Reading them in training is about 70 times slower than reading blobs: see
-        `benchmarks/data_loading.py`.
+        them back. They read tens of times slower than blobs: `benchmarks/data_loading.py` measures it.
     """
     first = next(iter(dataset), None)
     if first is None or not set(FEATURES) <= set(first):
