@@ -126,8 +126,9 @@ class HubServer:
         self._http.server_close()
 
     def reset(self) -> None:
-        """Forgets repositories, faults and requests; uploaded objects stay, as on the real Hub."""
+        """Forgets everything."""
         self.repositories.clear()
+        self.objects.clear()
         self.faults.clear()
         self.requests.clear()
         self.on_request = lambda method, path: None

@@ -92,3 +92,19 @@ def hub_request_errors() -> tuple[type[BaseException], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return (HfHubHTTPError, HfHubHTTPError.__base__, ConnectionError, TimeoutError)
+
+
+def hub_source(dataset) -> tuple[str, str] | None:
+    """Repository and commit a `Dataset` was loaded from, or `None` where it did not come from the Hub.
+
+    datasets (seen in 5.2) keeps a loaded repository under `owner___name/config/version/COMMIT/`. Retired by a public
+    attribute of `DatasetInfo` that names the commit.
+    """
+    import re
+    from pathlib import Path
+
+    for file in getattr(dataset, "cache_files", None) or []:
+        parts = Path(file["filename"]).parts
+        if len(parts) > 5 and "___" in parts[-5] and re.fullmatch(r"[0-9a-f]{40}", parts[-2]):
+            return parts[-5].replace("___", "/", 1), parts[-2]
+    return None

@@ -128,11 +128,12 @@ def test_manifest_says_what_made_the_rows():
     assert decode_topk(cached[0]["teacher_topk"][:1]).tail_temperatures == (2.0,)
 
 
-def test_source_revision_is_read_from_the_dataset():
-    dataset = Dataset.from_dict({"text": TEXTS})
-    dataset.info.download_checksums = {"hf://datasets/some/text@abcdef0123/data/train.parquet": {}}
-    manifest = TeacherManifest.from_json(run(dataset)[0]["teacher_manifest"])
-    assert (manifest.dataset, manifest.dataset_revision) == ("some/text", "abcdef0123")
+def test_source_revision_is_read_from_the_dataset(hub, tmp_path, monkeypatch):
+    DATASET.push_to_hub("tester/text")
+    manifest = TeacherManifest.from_json(run(load_dataset("tester/text", split="train"))[0]["teacher_manifest"])
+    head = hub.dataset("tester/text").branches["main"]
+    assert (manifest.dataset, manifest.dataset_revision, manifest.dataset_split) == ("tester/text", head, "train")
+    hub.reset()
 
 
 @pytest.mark.parametrize("layout", ["default", "compact", "min_mass", "sampled", MinMassLayout(mass=0.5, min_k=2)])

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from .. import __version__
+from .._compat import hub_source
 from ..teacher_cache.codecs import (
     LAYOUTS,
     Layout,
@@ -580,13 +581,11 @@ def _as_processing_class(
 
 def _source(dataset: Any, name: str | None, revision: str | None) -> tuple[str | None, str | None, str | None]:
     """Id, revision and split of the source, as far as `load_dataset` recorded them."""
-    info = getattr(dataset, "info", None)
-    for url in getattr(info, "download_checksums", None) or {}:
-        if name is None and url.startswith("hf://datasets/") and "@" in url:
-            repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
-            name, revision = repository, revision or rest.split("/")[0]
+    source = hub_source(dataset)
+    if name is None and source is not None:
+        name, revision = source[0], revision or source[1]
     if name is None:
-        name = getattr(info, "dataset_name", None)
+        name = getattr(getattr(dataset, "info", None), "dataset_name", None)
     split = getattr(dataset, "split", None)
     return name, revision, None if split is None else str(split)
 

@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DatasetCard, DatasetCardData, HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-from .._compat import hub_request_errors
+from .._compat import hub_request_errors, hub_source
 from .manifest import TeacherManifest, tokenizer_fingerprint
 from .statistics import CacheStatistics
 
@@ -168,17 +168,21 @@ class HubUpload:
         for attempt in range(_TRIES):
             try:
                 return call()
-            except hub_request_errors() as error:
-                status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+            except (RuntimeError, *hub_request_errors()) as error:
+                # An upload that failed arrives wrapped in a RuntimeError.
+                cause = error.__cause__ if type(error) is RuntimeError else error
+                if not isinstance(cause, hub_request_errors()):
+                    raise
+                status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
                 if status is not None and status not in _RETRIED_STATUS | also:
                     raise
                 if attempt == _TRIES - 1:
                     raise ConnectionError(
-                        f"The Hub did not {what} after {_TRIES} tries (last: {error}). All finished shards are kept "
+                        f"The Hub did not {what} after {_TRIES} tries (last: {cause}). All finished shards are kept "
                         "on disk; run the same build again to push them, without calling the teacher."
                     ) from error
                 pause = min(self.pause * 2**attempt, _LONGEST_PAUSE)
-                logger.warning("The Hub did not %s (%s); trying again in %.1f s.", what, error, pause)
+                logger.warning("The Hub did not %s (%s); trying again in %.1f s.", what, cause, pause)
                 time.sleep(pause)
         raise AssertionError("unreachable")
 
@@ -348,10 +352,10 @@ def load_cache(
         path, config_name, split=split, revision=wanted or revision, streaming=streaming, token=token
     )
     if wanted is not None and isinstance(dataset, Dataset):
-        found = sorted(_loaded_revisions(dataset))
-        if found and found != [wanted]:
+        source = hub_source(dataset)
+        if source is not None and source[1] != wanted:
             raise ValueError(
-                f"`load_cache({path!r}, revision={revision!r})` asked for the commit {wanted}, and a copy of {found} "
+                f"`load_cache({path!r}, revision={revision!r})` asked for the commit {wanted}, and a copy of {source[1]} "
                 "came back from the local cache. Remove that copy or load it by its own revision."
             )
     for text in _manifests(dataset):
@@ -371,11 +375,6 @@ def _resolve(path: str, revision: str | None, token: str | None) -> str | None:
             f"The Hub did not say which commit {revision or 'main'!r} of {path!r} is ({error}); a local copy might be "
             "another one. Try again, check the token, or set HF_HUB_OFFLINE=1 to take the local copy as it is."
         ) from error
-
-
-def _loaded_revisions(dataset: Dataset) -> set[str]:
-    urls = dataset.info.download_checksums or {}
-    return {url.partition("@")[2].split("/")[0] for url in urls if url.startswith("hf://") and "@" in url}
 
 
 def _manifests(dataset: Dataset | IterableDataset) -> list[str]:
