@@ -1,3 +1,4 @@
+import contextlib
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalPrediction
 from trl import SFTTrainer
@@ -237,17 +239,7 @@ class OfflineDistillationTrainer(SFTTrainer):
             self._eval_collator = replace(self.data_collator, padding_free=True)
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        head = base_model.get_output_embeddings()
-        if (
-            self.is_fsdp_enabled
-            and type(head) is not torch.nn.Linear
-            and any(p.requires_grad for p in head.parameters())
-        ):
-            raise ValueError(
-                f"The output head of {type(base_model).__name__} is a trained {type(head).__name__}, which FSDP shards "
-                "where the loss cannot gather it. Leave adapters off the head (`target_modules`, `modules_to_save`), "
-                "or use DDP or DeepSpeed."
-            )
+        self._check_sharded_head(base_model)
         self.head_description = add_distillation_head(
             base_model,
             divergence=args.divergence,
@@ -331,6 +323,16 @@ class OfflineDistillationTrainer(SFTTrainer):
                         f"{type(self.model.get_base_model()).__name__}, so it would not train. Experts that are one "
                         "fused parameter are named in `target_parameters`. Correct the name or remove it."
                     )
+
+    def _check_sharded_head(self, base_model: PreTrainedModel) -> None:
+        shards = "FSDP" if self.is_fsdp_enabled else "ZeRO-3" if is_deepspeed_zero3_enabled() else None
+        head = base_model.get_output_embeddings()
+        if shards and type(head) is not torch.nn.Linear and any(p.requires_grad for p in head.parameters()):
+            raise ValueError(
+                f"The output head of {type(base_model).__name__} is a trained {type(head).__name__}, which {shards} "
+                "cuts into pieces that the loss cannot gather. Leave adapters off the head (`target_modules`, "
+                "`modules_to_save`), or use DDP or ZeRO-2."
+            )
 
     # ---- Data ----
 
@@ -551,9 +553,14 @@ class OfflineDistillationTrainer(SFTTrainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         self._sums["eval"].clear()
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
-        )
+        with self._off_the_clock():
+            output = super().evaluation_loop(
+                dataloader,
+                description,
+                prediction_loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
         sums = self._reduced_sums("eval")
         # `Trainer` averages the means of batches; the loss here is the mean over all trained tokens
         if sums["num_tokens"] > 0:
@@ -635,7 +642,19 @@ class OfflineDistillationTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model, trial):
         self._count_tokens()
-        super()._save_checkpoint(model, trial)
+        with self._off_the_clock():
+            super()._save_checkpoint(model, trial)
+
+    @contextlib.contextmanager
+    def _off_the_clock(self):
+        """What is not training (evaluation, saving) counts for neither `tokens_per_second` nor `data_wait`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._last_log is not None:
+                logged, tokens = self._last_log
+                self._last_log = (logged + time.perf_counter() - start, tokens)
 
     # ---- Model card ----
 

@@ -5,6 +5,8 @@ Usage: `python ranks.py GROUP FOLDER`, with the environment that `torchrun` sets
 scenarios run on the union of the ranks' batches.
 """
 
+import contextlib
+import functools
 import os
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from tiny_students import FEATURES, cached_dataset, make_trainer, tiny_model, token_rows
+from transformers import AutoModelForCausalLM
 
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -21,12 +24,18 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 LENGTHS, PROMPTS = [6, 24, 8, 7, 12, 10], [4, 4, 3, 7, 3, 7]
 
 
-def rows():
-    return token_rows(LENGTHS, prompt=PROMPTS)
+# Filled in by the group: what shards the student, and the folder that students are loaded from
+SHARDING, STUDENTS = {}, Path()
 
 
-def cache(**kwargs):
-    return cached_dataset(rows(), tiny_model(seed=1).eval(), **kwargs)
+@functools.cache
+def cache() -> Dataset:
+    return cached_dataset(token_rows(LENGTHS, prompt=PROMPTS), tiny_model(seed=1).eval())
+
+
+def student(family):
+    """Loaded, as users load theirs: under ZeRO-3 that gives parameters in pieces."""
+    return AutoModelForCausalLM.from_pretrained(STUDENTS / family, dtype=torch.float32)
 
 
 def options(**overrides):
@@ -37,18 +46,27 @@ def options(**overrides):
         "ddp_backend": "gloo" if WORLD > 1 else None,
         "ce_weight": 0.5,
         "dataset_kwargs": {"skip_prepare_dataset": True},
+        **SHARDING,
         **overrides,
     }
 
 
 def whole(model) -> dict[str, torch.Tensor]:
     """Parameters, gathered if they are sharded."""
-    return {
-        name.replace("_fsdp_wrapped_module.", ""): (p.full_tensor() if hasattr(p, "full_tensor") else p)
-        .detach()
-        .clone()
-        for name, p in model.named_parameters()
-    }
+    gathered = {}
+    for name, parameter in model.named_parameters():
+        with gather_context(parameter):
+            parameter = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            gathered[name] = parameter.detach().clone()
+    return gathered
+
+
+def gather_context(parameter):
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
 
 
 def outcome(trainer) -> dict:
@@ -58,7 +76,7 @@ def outcome(trainer) -> dict:
 def run(folder, dataset=None, family="llama", eval_dataset=None, resume=None, trainer_kwargs=None, **overrides):
     trainer = make_trainer(
         folder,
-        tiny_model(family),
+        student(family),
         cache() if dataset is None else dataset,
         eval_dataset=eval_dataset,
         trainer_kwargs=trainer_kwargs,
@@ -100,7 +118,7 @@ def damaged(folder):
 def evaluated(folder, **overrides):
     """Five rows on two ranks: the last batch is filled up."""
     trainer = make_trainer(
-        folder, tiny_model(), cache(), eval_dataset=cache().select([0, 1, 2, 4, 5]), **options(**overrides)
+        folder, student("llama"), cache(), eval_dataset=cache().select([0, 1, 2, 4, 5]), **options(**overrides)
     )
     return {"metrics": trainer.evaluate()}
 
@@ -142,34 +160,47 @@ def use_fsdp2_on_cpu():
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = initialise_as_accelerator
-    global options
-    plain = options
+    SHARDING["fsdp"] = True
+    SHARDING["fsdp_config"] = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "FULL_STATE_DICT",
+        "reshard_after_forward": True,
+    }
 
-    def options(**overrides):
-        return plain(
-            fsdp=True,
-            fsdp_config={
-                "version": 2,
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                "state_dict_type": "FULL_STATE_DICT",
-                "reshard_after_forward": True,
-            },
-            **overrides,
-        )
+
+def use_zero(stage: int):
+    SHARDING["deepspeed"] = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,  # plain SGD
+        "zero_force_ds_cpu_optimizer": False,
+    }
 
 
 def main():
+    global STUDENTS
     group, folder = sys.argv[1], Path(sys.argv[2])
-    if group == "fsdp2" and WORLD > 1:
+    rank = os.environ.get("RANK", "0")
+    STUDENTS = folder / f"students-{group}-{WORLD}-{rank}"
+    for family in ("llama", "tied"):
+        tiny_model(family).save_pretrained(STUDENTS / family)
+    cache()
+    if WORLD > 1 and group == "fsdp2":
         use_fsdp2_on_cpu()
+    elif WORLD > 1 and group.startswith("zero"):
+        use_zero(int(group[-1]))
     results = {
         name: scenario(folder / f"{group}-{WORLD}-{name.replace(' ', '-')}")
-        for name, scenario in (SHARDED if group == "fsdp2" else DDP).items()
+        for name, scenario in (DDP if group == "ddp" else SHARDED).items()
     }
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank == "0":
         torch.save(results, folder / f"{group}-{WORLD}.pt")
-    elif "damaged" in results:
+    elif group == "ddp":
         torch.save(results["damaged"], folder / "damaged-1.pt")
 
 

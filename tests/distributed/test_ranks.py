@@ -109,7 +109,21 @@ def test_fsdp2(results, scenario):
 
 def test_a_trained_head_that_fsdp_would_shard_is_refused(results):
     assert results("fsdp2", 1)["adapter on the head"]["error"] is None
-    assert "which FSDP shards" in results("fsdp2", 2)["adapter on the head"]["error"]
+    assert "which FSDP cuts" in results("fsdp2", 2)["adapter on the head"]["error"]
+
+
+@pytest.mark.slow  # DeepSpeed compiles a library first, for minutes
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed(results, stage):
+    pytest.importorskip("deepspeed")
+    one, two = results("fsdp2", 1), results(f"zero{stage}", 2)
+    for scenario in SHARDED:
+        assert two[scenario]["wrapper"] == "DeepSpeedEngine"
+        assert_same_parameters(two[scenario]["parameters"], one[scenario]["parameters"], atol=2e-6)
+        assert_same_logs(two[scenario]["log"], one[scenario]["log"])
+    assert_same_parameters(two["interrupted"]["resumed"]["parameters"], two["interrupted"]["parameters"], atol=1e-6)
+    refusal = two["adapter on the head"]["error"]
+    assert refusal is None if stage == 2 else "which ZeRO-3 cuts" in refusal
 
 
 @pytest.mark.parametrize("group", ["ddp", "fsdp2"])
