@@ -1,5 +1,6 @@
 import itertools
 import math
+import time
 
 import numpy as np
 import pytest
@@ -495,6 +496,24 @@ def test_sampled_entries_that_share_a_byte_come_back():
         teacher = TeacherTopK(torch.arange(count)[None], (counts / count).log(), torch.tensor([-torch.inf]))
         decoded = decode_topk(encode_topk(teacher, vocab_size=16, layout=layout))
         assert as_dicts(decoded)[0] == pytest.approx(dict.fromkeys(range(count), -math.log(count)))
+
+
+@pytest.mark.parametrize("layout", ["default", "compact", "min_mass"])
+def test_decoding_works_on_whole_batches(layout):
+    """Against the bytes alone (join, view, copy) in the same run; a loop over tokens costs some hundred times that."""
+    teacher = select_support(peaked_logprobs(256, 2000), top_k=100)
+    blobs = encode_topk(teacher, vocab_size=2000, layout=layout) * 16
+
+    def best(run) -> float:
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    plain = best(lambda: np.frombuffer(b"".join(blobs), np.uint8).astype(np.float32))
+    assert best(lambda: decode_topk(blobs)) < 60 * plain
 
 
 def test_max_token_id():
