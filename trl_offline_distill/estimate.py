@@ -316,7 +316,7 @@ def cache_bytes(head_rows: int, top_k: int, layout: str) -> int | None:
     form = get_layout(layout)
     if layout == "sampled":
         # Every draw may hit another token, once.
-        return form.blob_bytes(1, id_bits(head_rows), form.draws) + 16
+        return form.blob_bytes(form.draws.bit_length(), id_bits(head_rows), form.draws) + 16
     return form.blob_bytes(0, id_bits(head_rows), top_k) + 16
 
 
