@@ -189,6 +189,10 @@ class _GatheredLinearHead(LinearHead):
     """The linear head, whole for as long as it is used, in the forward pass and again in a recomputing backward
     pass."""
 
+    def rows(self, tensors: tuple[Tensor | None, ...]) -> int:
+        # A partitioned weight is empty outside `running`; DeepSpeed keeps its shape beside it
+        return getattr(tensors[0], "ds_shape", tensors[0].shape)[0]
+
     @contextlib.contextmanager
     def running(self, hidden: Tensor, tensors: tuple[Tensor | None, ...], chunk_size: int) -> Iterator[None]:
         with _gathered(*tensors), super().running(hidden, tensors, chunk_size):
