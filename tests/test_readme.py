@@ -1,6 +1,7 @@
 """Every code block of the README and of `docs/` runs as it stands, or says above it why it does not."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
 PAGES += sorted(ROOT.glob("docs/**/*.md"))
 BLOCK = re.compile(
-    r"^(?:<!--(?P<comment>.*?)-->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^(?:<!--(?P<comment>[^>]*?)-->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 QUESTIONS = ["what is the sky", "why is the sun far away", "what colour is it", "tell me why"]
 
@@ -35,8 +36,15 @@ def blocks(page: Path) -> list[tuple[int, str, str, str]]:
 def names_of_the_readme(hub, tmp_path, monkeypatch):
     """Tiny models and a tiny dataset on the loopback Hub, under the names that the README uses."""
     monkeypatch.chdir(tmp_path)
-    # Precision is the GPU's; a CPU trains what is asked for in fp32.
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    # TRL trains in bf16 by default and refuses to on a CPU unless it is told that a CPU is meant.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+
+    def launch_here(arguments):
+        monkeypatch.setattr("sys.argv", ["train", *arguments.training_script_args])
+        assert runpy.run_module(arguments.training_script, run_name="launched")["run"]() == 0
+
+    # `tests/test_cli.py` launches a process for real; here the launched module runs in this one, with the patch above.
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_here)
     api = HfApi()
     for number, name in enumerate(["Qwen/Qwen3-8B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"]):
         folder = tmp_path / "models" / name
