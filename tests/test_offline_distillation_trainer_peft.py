@@ -17,7 +17,7 @@ from tiny_students import (
     token_rows,
     trained,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 
 BODY = ["q_proj", "v_proj", "down_proj"]
@@ -270,7 +270,39 @@ def test_sft_still_refuses_an_adapter_on_the_head_afterwards(tmp_path, cached):
     assert sft_trainer.BaseTunerLayer is peft.tuners.tuners_utils.BaseTunerLayer
 
 
-# ---- Quantised students: a layer with packed weights that computes its own product ----
+# ---- Quantised students ----
+
+
+@pytest.mark.parametrize("quantised_head", [False, True])
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=["body", "head"])
+def test_qlora(tmp_path, cached, targets, quantised_head):
+    """4-bit weights by bitsandbytes, which runs on a CPU too."""
+    pytest.importorskip("bitsandbytes")
+    tiny_model().save_pretrained(tmp_path / "base")
+    student = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base",
+        dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=torch.float32,
+            llm_int8_skip_modules=["nothing"] if quantised_head else ["lm_head"],
+        ),
+    )
+    assert (student.lm_head.weight.dtype == torch.uint8) == quantised_head
+    trainer = make_trainer(
+        tmp_path, student, cached, ce_weight=0.5, trainer_kwargs={"peft_config": lora(target_modules=targets)}
+    )
+    shake(trainer.model)
+    expected = dense_loss(trainer.model, cached)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(cached)))
+    torch.testing.assert_close(loss, expected, atol=2e-3, rtol=0)  # SFTTrainer makes these adapters bf16
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            assert parameter.count_nonzero() > 0, name
+
+
+# Without bitsandbytes: a layer with packed weights that computes its own product.
 
 
 class PackedLinear(torch.nn.Linear):
