@@ -1,4 +1,5 @@
-"""A Hugging Face Hub for the tests: in memory, on the loopback interface, with LFS, ranges, branches and faults on demand.
+"""A Hugging Face Hub for the tests: in memory, on the loopback interface, with LFS, ranges, branches and faults on
+demand.
 
 It answers the requests that `huggingface_hub` and `datasets` make when they create, push, list, load and stream a
 repository. Set `HF_ENDPOINT` to `HubServer().start().url` before either is imported.

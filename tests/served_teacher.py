@@ -11,7 +11,7 @@ import torch
 
 
 def prompt_candidates(model, input_ids: list[int], top_k: int) -> list[dict[int, tuple[float, int]] | None]:
-    """vLLM's `prompt_logprobs`: for each token but the first, id -> (log-probability, rank), the token itself included."""
+    """vLLM's `prompt_logprobs`: for each token but the first, id -> (log-probability, rank), itself included."""
     with torch.no_grad():
         logprobs = model(input_ids=torch.tensor([input_ids])).logits[0].float().log_softmax(-1)
     entries: list[dict[int, tuple[float, int]] | None] = [None]

@@ -39,6 +39,7 @@ TEXTS = [
     "now tell me why the sky is blue",
 ]
 DATASET = Dataset.from_dict({"text": TEXTS})
+PROMPTS = Dataset.from_dict({"prompt": ["why"]})
 PAIRS = Dataset.from_dict({"prompt": ["the sky is", "why"], "completion": [" blue and far", " the sun is far away"]})
 
 
@@ -240,7 +241,7 @@ def test_a_signal_that_is_no_number_is_refused_by_row_and_token():
                     signal_.logprobs[2, 1] = torch.nan
                 yield index, signal_
 
-    with pytest.raises(ValueError, match="Row 3, token 2: the teacher gave NaN.*bfloat16"):
+    with pytest.raises(ValueError, match=r"Row 3, token 2: the teacher gave NaN.*bfloat16"):
         run(DATASET, Overflowing(make_teacher()))
 
 
@@ -347,10 +348,10 @@ BAD = {
     "all_truncated": (PAIRS, {"max_length": 2}, "No row of `dataset` is left"),
     "foreign_ids": (Dataset.from_dict({"input_ids": [[5], [6, 9999]]}), {}, "row 1 holds the id 9999"),
     "negative_ids": (Dataset.from_dict({"input_ids": [[5, -1]]}), {}, "row 0 holds the id -1"),
-    "prompts": (Dataset.from_dict({"prompt": ["why"]}), {}, "pass `generation`"),
+    "prompts": (PROMPTS, {}, "pass `generation`"),
     "completions": (PAIRS, {"generation": {}}, "remove the 'completion' column"),
-    "generation": (Dataset.from_dict({"prompt": ["why"]}), {"generation": {"length": 3}}, r"unknown options \['length'\]"),
-    "generation_value": (Dataset.from_dict({"prompt": ["why"]}), {"generation": {"top_p": 0}}, "top_p=0; it must be"),
+    "generation": (PROMPTS, {"generation": {"length": 3}}, r"unknown options \['length'\]"),
+    "generation_value": (PROMPTS, {"generation": {"top_p": 0}}, "top_p=0; it must be"),
     "long_prompt": (
         Dataset.from_dict({"prompt": ["why why why why why"]}),
         {"generation": {}, "max_length": 3},
@@ -375,7 +376,7 @@ def test_no_tokenizer_is_refused():
 
 def test_rows_too_long_for_the_teacher(counted, count, caplog):
     model = make_teacher(max_position_embeddings=8)
-    with pytest.raises(RowTooLongError, match="longer than the 8 tokens.*`long_rows='skip'`"):
+    with pytest.raises(RowTooLongError, match=r"longer than the 8 tokens.*`long_rows='skip'`"):
         run(DATASET, model)
     assert count() == 0
     lengths = [len(ids) for ids in run(DATASET)["input_ids"]]
@@ -415,7 +416,7 @@ def test_plans():
     assert len(plan) == 10
     assert plan.file_name(3) == "test-00003-of-00010.parquet"
     parts = [plan.of_worker(index, 3) for index in range(3)]
-    assert sorted(sum(parts, [])) == list(range(10))
+    assert sorted(shard for part in parts for shard in part) == list(range(10))
 
 
 def test_row_groups_are_bounded_by_bytes(tmp_path):
@@ -451,8 +452,8 @@ def test_a_single_long_row_works_or_is_refused_by_name(monkeypatch, tmp_path):
     with open(tmp_path / "x.parquet", "wb") as handle:
         write_parquet(handle, rows, "{}")
     assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 3
-    with pytest.raises(ValueError, match="Row 77 has 12000 tokens"):
-        write_parquet(open(tmp_path / "y.parquet", "wb"), [cached_row(12_000, 77)], "{}")
+    with open(tmp_path / "y.parquet", "wb") as handle, pytest.raises(ValueError, match="Row 77 has 12000 tokens"):
+        write_parquet(handle, [cached_row(12_000, 77)], "{}")
 
 
 def test_two_builds_are_byte_equal(tmp_path):
@@ -532,7 +533,7 @@ def test_a_resumed_build_keeps_the_date_it_started_with(tmp_path):
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match="already holds data/mine.parquet"):
+    with pytest.raises(ValueError, match=r"already holds data/mine.parquet"):
         run(DATASET, output_dir=str(tmp_path))
 
 
@@ -574,7 +575,7 @@ def build_until_step(output_dir, kill_at, model, after):
     shards.open = counted_call(open)
     try:
         run(DATASET, model, output_dir=output_dir, shard_bytes=2 * SHARD_BYTES)
-    except BaseException:  # noqa: B902 - the child must not run the parent's tests
+    except BaseException:  # the child must not run the parent's tests
         os._exit(3)
     os._exit(0)
 
@@ -642,7 +643,7 @@ def test_a_full_disk_is_explained_and_keeps_finished_work(monkeypatch, tmp_path)
         write_parquet(target, rows, manifest_json)
 
     monkeypatch.setattr(shards, "write_parquet", fill)
-    with pytest.raises(OSError, match="2 finished shard.s. are kept.*Free some space"):
+    with pytest.raises(OSError, match=r"2 finished shard.s. are kept.*Free some space"):
         run(DATASET, **options)
     monkeypatch.undo()
     assert same_rows(run(DATASET, **options), run(DATASET))

@@ -169,7 +169,7 @@ def test_an_answer_cut_short_is_asked_for_again(model):
 
 def test_a_server_that_stays_down_is_an_error_that_says_how_to_go_on(model):
     with CompletionServer(model, statuses=(500,) * 20) as server:
-        with pytest.raises(TeacherUnavailableError, match="after 3 tries.*kept"):
+        with pytest.raises(TeacherUnavailableError, match=r"after 3 tries.*kept"):
             ask(server, retries=2)
     with pytest.raises(TeacherUnavailableError, match="Row 4"):
         ask(server, retries=0, max_length=60, model="tiny")
@@ -177,7 +177,7 @@ def test_a_server_that_stays_down_is_an_error_that_says_how_to_go_on(model):
 
 def test_a_refusal_is_not_repeated(model):
     with CompletionServer(model, max_logprobs=2) as server:
-        with pytest.raises(ValueError, match="Row 4.*400.*max allowed: 2"):
+        with pytest.raises(ValueError, match=r"Row 4.*400.*max allowed: 2"):
             ask(server)
         assert len(server.requests) == 1
         with pytest.raises(RowTooLongError, match="maximum context length"):
@@ -268,7 +268,7 @@ def test_a_tail_below_rounding_is_not_taken_for_none():
 
 def test_masses_above_one_are_refused():
     entry = {"9": {"logprob": 0.0, "rank": 1}, "3": {"logprob": -0.1, "rank": 2}}
-    with pytest.raises(BadAnswerError, match="sum to 1.9"):
+    with pytest.raises(BadAnswerError, match=r"sum to 1.9"):
         signal_from_candidates([None, entry], TokenRow([5, 9], [0], 0), ScoreRequest(top_k=2))
 
 

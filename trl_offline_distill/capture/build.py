@@ -146,19 +146,20 @@ eos_token, chat_template_path, dataset_num_proc:
         shard_bytes (`int`, *optional*, defaults to 256 MiB):
             Size of a shard before compression; also what a process holds in memory.
         num_shards, shard_index (`int`, *optional*):
-            Build only the part `shard_index` of `num_shards` jobs that share nothing but `output_dir`. Each job returns
-            its part; the whole is what any later call without them returns. Under `accelerate launch` the processes
-            share the work by themselves.
+            Build only the part `shard_index` of `num_shards` jobs that share nothing but `output_dir`. Each job
+            returns its part; the whole is what any later call without them returns. Under `accelerate launch` the
+            processes share the work by themselves.
         long_rows (`str`, *optional*, defaults to `"error"`):
-            Rows longer than the teacher takes: `"error"` refuses them before the teacher runs, `"skip"` leaves them out
-            and lists them.
+            Rows longer than the teacher takes: `"error"` refuses them before the teacher runs, `"skip"` leaves them
+            out and lists them.
         split (`str`, *optional*, defaults to `"train"`):
             Split name of the result.
         dataset_name, dataset_revision (`str`, *optional*):
             Source named in the manifest. Default: what `load_dataset` recorded.
         push_to_hub (`str`, *optional*):
             Repository to push to. Shards are uploaded while the build goes on, one commit at the end shows them.
-        private (`bool`, *optional*), hub_revision (`str`, *optional*), config_name (`str`), hub_token (`str`, *optional*):
+        private (`bool`, *optional*), hub_revision (`str`, *optional*), config_name (`str`), hub_token (`str`,
+        *optional*):
             Of the repository; `hub_revision` is the branch.
         license (`str`, *optional*):
             Licence named in the dataset card.
@@ -278,9 +279,9 @@ eos_token, chat_template_path, dataset_num_proc:
         store = ShardStore(Path(datasets.config.HF_DATASETS_CACHE) / "trl-offline-distill" / key)
     row_bytes = rows.stored_bytes(keep, request, generation)
     plan = plan_shards(row_bytes, shard_bytes, split)
-    if overwrite and saved is not None and state.is_main_process and shard_index == 0:
-        if saved["settings"] != _plain(settings):
-            store.clear()
+    is_other = saved is not None and saved["settings"] != _plain(settings)
+    if overwrite and is_other and state.is_main_process and shard_index == 0:
+        store.clear()
     if overwrite:
         state.wait_for_everyone()
     manifest_json = store.open(settings, manifest.to_json(), plan)
@@ -353,7 +354,7 @@ class _RowMeasures:
     def stored_bytes(
         self, keep: np.ndarray, request: ScoreRequest, generation: GenerationOptions | None
     ) -> np.ndarray:
-        """Bytes of each kept row before compression; an upper bound, so that it can be known before the teacher runs."""
+        """Upper bound of the bytes of each kept row before compression, known before the teacher runs."""
         bits = id_bits(request.token_mask_size)
         if isinstance(request.layout, SampledLayout):
             per_token = request.layout.blob_bytes(8, bits, request.layout.draws)
@@ -531,8 +532,8 @@ def _as_engine(
             engine = "server" if is_url else "transformers"
         if (engine == "server") != is_url:
             raise ValueError(
-                f"`teacher` is {teacher!r} and `engine` is {engine!r}; a server is given by its URL (http://host:port), any "
-                "other engine by a model id or path."
+                f"`teacher` is {teacher!r} and `engine` is {engine!r}; a server is given by its URL "
+                "(http://host:port), any other engine by a model id or path."
             )
         options = dict(model_init_kwargs or {})
         if engine == "transformers":
@@ -620,8 +621,8 @@ def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vo
         raise ValueError(f"`top_k` is {request.top_k}, more than the {ids} tokens of the vocabulary; lower it.")
     if engine.max_top_k is not None and request.top_k > engine.max_top_k:
         raise ValueError(
-            f"`top_k` is {request.top_k}, but the teacher's engine gives at most {engine.max_top_k} log-probabilities a "
-            "token; lower `top_k` or raise the engine's limit (vLLM: `max_logprobs`)."
+            f"`top_k` is {request.top_k}, but the teacher's engine gives at most {engine.max_top_k} log-probabilities "
+            "a token; lower `top_k` or raise the engine's limit (vLLM: `max_logprobs`)."
         )
     if not engine.full_distribution:
         for name, used in (
@@ -630,8 +631,8 @@ def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vo
         ):
             if used:
                 raise ValueError(
-                    f"`{name}` needs the teacher's whole distribution, but {type(engine).__name__} only sees its most likely "
-                    "tokens; use the transformers engine."
+                    f"`{name}` needs the teacher's whole distribution, but {type(engine).__name__} only sees its most "
+                    "likely tokens; use the transformers engine."
                 )
 
 
@@ -648,8 +649,8 @@ def _measure_rows(tokenized: TokenizedDataset, vocabulary: _Vocabulary) -> _RowM
             place = int(outside.argmax())
             row = rows[np.searchsorted(sizes.cumsum(), place, side="right")]
             raise ValueError(
-                f"`dataset` row {row} holds the id {ids[place]}, outside the teacher's vocabulary 0..{vocabulary.size - 1}; "
-                "tokenise it with the teacher's tokenizer."
+                f"`dataset` row {row} holds the id {ids[place]}, outside the teacher's vocabulary "
+                f"0..{vocabulary.size - 1}; tokenise it with the teacher's tokenizer."
             )
         digest.update(sizes.tobytes() + ids.astype(np.int32).tobytes())
         starts = np.concatenate([[0], sizes.cumsum()[:-1]])
@@ -680,9 +681,9 @@ def _fitting_rows(
     found = rows.source_rows[long].tolist()
     if found and long_rows == "error":
         raise RowTooLongError(
-            f"{len(found)} row(s) are longer than the {engine.max_length} tokens the teacher takes, with {added} tokens to "
-            f"write; first: row {found[0]} with {int(rows.lengths[long][0])}. Set `max_length` to truncate them or "
-            "`long_rows='skip'` to leave them out.",
+            f"{len(found)} row(s) are longer than the {engine.max_length} tokens the teacher takes, with {added} "
+            f"tokens to write; first: row {found[0]} with {int(rows.lengths[long][0])}. Set `max_length` to truncate "
+            "them or `long_rows='skip'` to leave them out.",
             found[0],
         )
     return np.flatnonzero(~long), found
@@ -703,9 +704,9 @@ def _report(tokenized: TokenizedDataset, skipped: list[int], state: PartialState
         )  # fmt: skip
     if tokenized.prompt_not_prefix_rows:
         logger.warning(
-            "In %d of %d rows the prompt alone is tokenised differently than with its completion, so the student will meet "
-            "another context at inference than in training: %s. The cache keeps prompt and completion as they stand "
-            "together.",
+            "In %d of %d rows the prompt alone is tokenised differently than with its completion, so the student will "
+            "meet another context at inference than in training: %s. The cache keeps prompt and completion as they "
+            "stand together.",
             len(tokenized.prompt_not_prefix_rows), tokenized.source_rows, listed(tokenized.prompt_not_prefix_rows),
         )  # fmt: skip
     if skipped:
@@ -715,13 +716,14 @@ def _report(tokenized: TokenizedDataset, skipped: list[int], state: PartialState
 def _check_signal(signal: TeacherTopK, source_row: int, positions: np.ndarray) -> None:
     if len(signal.logprobs) != len(positions):
         raise RuntimeError(
-            f"Row {source_row}: the teacher described {len(signal.logprobs)} positions, {len(positions)} were asked for."
+            f"Row {source_row}: the teacher described {len(signal.logprobs)} positions, {len(positions)} were asked "
+            "for."
         )
     broken = torch.isnan(signal.logprobs).any(-1) | torch.isnan(signal.log_tail) | (signal.log_tail == torch.inf)
     if bool(broken.any()):
         raise ValueError(
-            f"Row {source_row}, token {int(positions[int(broken.int().argmax())])}: the teacher gave NaN or infinity. fp16 "
-            "weights of a bf16 model overflow so; load the teacher with dtype bfloat16 or float32."
+            f"Row {source_row}, token {int(positions[int(broken.int().argmax())])}: the teacher gave NaN or infinity. "
+            "fp16 weights of a bf16 model overflow so; load the teacher with dtype bfloat16 or float32."
         )
 
 

@@ -11,8 +11,8 @@ from ..teacher_cache.topk import TeacherTopK
 from .engine import ScoreRequest, TokenRow
 
 
-# Served log-probabilities are fp32: their sum is known to about 1e-6, and so is the tail, which is what is left of 1. A
-# smaller tail than this cannot be told from rounding.
+# Served log-probabilities are fp32: their sum is known to about 1e-6, and so is the tail, which is what is left of 1.
+# A smaller tail than this cannot be told from rounding.
 SMALLEST_TAIL = 1e-7
 _MASS_TOLERANCE = 1e-3
 
@@ -27,12 +27,13 @@ def signal_from_candidates(
     """Signal `[len(row.positions), K]` from vLLM's `prompt_logprobs`.
 
     Args:
-        prompt_logprobs: one entry a token of the row: `None` for the first, then a mapping from token id (an integer, or
-            the integer as a string) to its log-probability and rank, given as attributes or keys. An entry holds the K
-            most likely tokens in any order, and the token of the row where that is not among them.
+        prompt_logprobs: one entry a token of the row: `None` for the first, then a mapping from token id (an integer,
+            or the integer as a string) to its log-probability and rank, given as attributes or keys. An entry holds
+            the K most likely tokens in any order, and the token of the row where that is not among them.
 
     Raises:
-        BadAnswerError: if an entry is missing, is about another token, or does not hold exactly the K most likely ones.
+        BadAnswerError: if an entry is missing, is about another token, or does not hold exactly the K most likely
+        ones.
     """
     if prompt_logprobs is None:
         raise BadAnswerError(

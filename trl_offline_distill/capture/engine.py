@@ -116,8 +116,8 @@ class TeacherEngine(Protocol):
     """Scores token rows.
 
     Attributes:
-        full_distribution: the engine sees the whole distribution, so it can provide tail log-sums at other temperatures
-            and samples. A served teacher sees only the K most likely tokens.
+        full_distribution: the engine sees the whole distribution, so it can provide tail log-sums at other
+            temperatures and samples. A served teacher sees only the K most likely tokens.
         max_length: longest row in tokens, or `None`.
         max_top_k: largest K, or `None`.
     """

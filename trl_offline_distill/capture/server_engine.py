@@ -156,8 +156,8 @@ class ServerTeacher:
         told = (answer.get("usage") or {}).get("prompt_tokens", len(row.input_ids))
         if told != len(row.input_ids):
             raise BadAnswerError(
-                f"Row {row.source_row}: {len(row.input_ids)} tokens were sent, the server counted {told}; it added or cut "
-                "tokens."
+                f"Row {row.source_row}: {len(row.input_ids)} tokens were sent, the server counted {told}; it added or "
+                "cut tokens."
             )
         prompt_logprobs = choice.get("prompt_logprobs", answer.get("prompt_logprobs"))
         return signal_from_candidates(prompt_logprobs, row, request)
@@ -180,8 +180,8 @@ class ServerTeacher:
         token_ids = _only_choice(answer, source_row).get("token_ids")
         if token_ids is None:
             raise BadAnswerError(
-                f"Row {source_row}: the answer has no token_ids. The server ignores `return_token_ids`; vLLM gives them "
-                "from 0.10.2 on."
+                f"Row {source_row}: the answer has no token_ids. The server ignores `return_token_ids`; vLLM gives "
+                "them from 0.10.2 on."
             )
         return [int(token_id) for token_id in token_ids]
 
@@ -233,8 +233,8 @@ class ServerTeacher:
                 logger.info("%s: %s; trying again in %.1f s.", what, reason, pause)
                 time.sleep(pause)
         raise TeacherUnavailableError(
-            f"{what}: the server at {self.url} did not answer after {self.retries + 1} tries (last: {reason}). Finished shards "
-            "are kept; start the server and run the build again to resume."
+            f"{what}: the server at {self.url} did not answer after {self.retries + 1} tries (last: {reason}). "
+            "Finished shards are kept; start the server and run the build again to resume."
         )
 
 

@@ -1,4 +1,5 @@
-"""The output folder of a build: a plan of shards, each written atomically and recorded, so that any kill can be resumed.
+"""The output folder of a build: a plan of shards, each written atomically and recorded, so that any kill can be
+resumed.
 
     OUTPUT/data/train-00003-of-00012.parquet   finished shards, nothing else
     OUTPUT/.build/settings.json                what is being built; written once, before the first shard
@@ -178,8 +179,8 @@ class ShardStore:
                 strangers = sorted(path.name for path in self.data.iterdir())
                 if strangers:
                     raise ValueError(
-                        f"`output_dir` {str(self.folder)!r} already holds data/{strangers[0]} but no build record; choose "
-                        "an empty folder."
+                        f"`output_dir` {str(self.folder)!r} already holds data/{strangers[0]} but no build record; "
+                        "choose an empty folder."
                     )
                 content = {"settings": settings, "manifest": manifest_json, "bounds": plan.bounds, "split": plan.split}
                 self._write_once(self.settings_path, canonical_json(content).encode())
@@ -232,7 +233,7 @@ class ShardStore:
         return target
 
     def _remove_leftovers(self) -> None:
-        """Removes half-written files of processes of this machine that were killed; a live one may still be writing."""
+        """Removes half-written files of this machine's killed processes; a live one may still be writing."""
         for leftover in self.state.glob(f"*.{socket.gethostname()}-*.tmp"):
             pid = int(leftover.name.removesuffix(".tmp").rpartition("-")[2])
             if pid == os.getpid() or not _is_running(pid):
@@ -280,8 +281,8 @@ class ShardStore:
             finished = len(list(self.state.glob("[0-9]*.json")))
             raise OSError(
                 error.errno,
-                f"no space left while writing to `output_dir` {str(self.folder)!r}; {finished} finished shard(s) are kept. "
-                "Free some space and run the same build again to resume",
+                f"no space left while writing to `output_dir` {str(self.folder)!r}; {finished} finished shard(s) are "
+                "kept. Free some space and run the same build again to resume",
             ) from error
 
 

@@ -128,8 +128,8 @@ def tokenize_dataset(
     conversational = _is_conversational(first)
     if conversational and processing_class.chat_template is None:
         raise ValueError(
-            "The dataset is conversational but the tokenizer has no chat template; set `tokenizer.chat_template`, pass "
-            "`chat_template_path`, or render the conversations to a text column first."
+            "The dataset is conversational but the tokenizer has no chat template; set `tokenizer.chat_template`, "
+            "pass `chat_template_path`, or render the conversations to a text column first."
         )
     chat_template = None
     if assistant_only_loss:
@@ -213,7 +213,8 @@ def tokenize_dataset(
 def _as_dataset(dataset: Any) -> Dataset:
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise ValueError(
-            f"`dataset` holds the splits {sorted(dataset)}; pass one of them, for example dataset[{sorted(dataset)[0]!r}]."
+            f"`dataset` holds the splits {sorted(dataset)}; pass one of them, for example "
+            f"dataset[{sorted(dataset)[0]!r}]."
         )
     if isinstance(dataset, IterableDataset):
         stream = dataset
@@ -240,7 +241,8 @@ def _check_columns(dataset: Dataset, text_field: str, formatting_func: Callable 
     for column in _VISION_COLUMNS:
         if column in columns:
             raise ValueError(
-                f"`dataset` has the vision column {column!r}; only text is cached. Remove the column to train on the text."
+                f"`dataset` has the vision column {column!r}; only text is cached. Remove the column to train on the "
+                "text."
             )
     if SOURCE_ROW in columns or _PROMPT_KEPT in columns:
         raise ValueError(
@@ -397,8 +399,8 @@ def _tokenize_prompts(
             raise ValueError(f"`dataset` row {source_row}: the prompt has no tokens; remove the row.")
         if max_length is not None and len(ids) >= max_length:
             raise ValueError(
-                f"`dataset` row {source_row}: the prompt alone has {len(ids)} tokens and `max_length` is {max_length}; "
-                "a completion needs room. Shorten or remove the row, or raise `max_length`."
+                f"`dataset` row {source_row}: the prompt alone has {len(ids)} tokens and `max_length` is "
+                f"{max_length}; a completion needs room. Shorten or remove the row, or raise `max_length`."
             )
         return {"input_ids": ids}
 
@@ -423,8 +425,8 @@ def _check_token_columns(dataset: Dataset) -> None:
         wrong = (wanted != -100) & (wanted != ids)
         if wrong.any():
             raise ValueError(
-                f"`dataset` row {source_rows[parents[wrong.argmax()]]} has labels that are neither -100 nor the token at "
-                "the same place (labels already shifted?). Labels must be unshifted: the trainer shifts them."
+                f"`dataset` row {source_rows[parents[wrong.argmax()]]} has labels that are neither -100 nor the token "
+                "at the same place (labels already shifted?). Labels must be unshifted: the trainer shifts them."
             )
 
 

@@ -1,4 +1,4 @@
-"""The teacher as a transformers model in this process: backbone once, head in chunks over the wanted positions only."""
+"""The teacher as a transformers model in this process: backbone once, head in chunks over the wanted positions."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +38,8 @@ class TransformersTeacher:
 
     Args:
         model (`str`, `PreTrainedModel` or PEFT model):
-            Model id, path, or a model already in memory. A model in memory is switched to eval mode while it works; its
-            modes and `requires_grad` flags are restored by `close`.
+            Model id, path, or a model already in memory. A model in memory is switched to eval mode while it works;
+            its modes and `requires_grad` flags are restored by `close`.
         batch_tokens (`int`, *optional*, defaults to `8192`):
             Padded tokens of one forward pass.
         chunk_size (`int`, *optional*):
@@ -68,8 +68,8 @@ class TransformersTeacher:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
         if model_init_kwargs and not isinstance(model, str):
             raise ValueError(
-                f"`model_init_kwargs` is {model_init_kwargs} but the teacher is already a model in memory; give its id or "
-                "path to load it with these options, or leave them out."
+                f"`model_init_kwargs` is {model_init_kwargs} but the teacher is already a model in memory; give its "
+                "id or path to load it with these options, or leave them out."
             )
         self.batch_tokens = batch_tokens
         self.chunk_size = chunk_size
@@ -178,7 +178,7 @@ class TransformersTeacher:
             ids = torch.as_tensor(row.input_ids)
             input_ids[index, : len(ids)] = ids
             attention_mask[index, : len(ids)] = 1
-        # Right padding leaves every position's context as it is alone, for absolute, rotary and recurrent models alike.
+        # Right padding leaves every position the context it has alone, for absolute, rotary and recurrent models.
         hidden = self._causal_lm.base_model(
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), use_cache=False
         ).last_hidden_state
@@ -275,8 +275,8 @@ class TransformersTeacher:
 def chunk_topk(logits: Tensor, top_k: int, tail_temperatures: Sequence[float] = ()) -> TeacherTopK:
     """Top-K of one chunk of logits and the tail's own log-sums; overwrites `logits`.
 
-    The K largest values lie in the K blocks with the largest maxima, so the search runs over K blocks instead of V columns.
-    `log_tail` is reduced from the logits with the support taken out, never by subtraction.
+    The K largest values lie in the K blocks with the largest maxima, so the search runs over K blocks instead of V
+    columns. `log_tail` is reduced from the logits with the support taken out, never by subtraction.
 
     Args:
         logits (`Tensor`, `[n, V]`, fp32): logits; `-inf` for ids that must not be emitted.
@@ -356,8 +356,8 @@ def _refuse_prompt_learning(model: Any) -> None:
     config = getattr(model, "active_peft_config", None)
     if config is not None and getattr(config, "is_prompt_learning", False):
         raise ValueError(
-            f"The teacher carries a {type(config).__name__}, which adds virtual tokens to every row; merge it or score with "
-            "a LoRA or full model."
+            f"The teacher carries a {type(config).__name__}, which adds virtual tokens to every row; merge it or "
+            "score with a LoRA or full model."
         )
 
 

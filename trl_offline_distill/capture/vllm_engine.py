@@ -64,7 +64,8 @@ class VLLMTeacher:
             import vllm
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "`engine='vllm'` needs vLLM in this environment (`pip install vllm`); or serve the teacher and pass its URL."
+                "`engine='vllm'` needs vLLM in this environment (`pip install vllm`); or serve the teacher and pass "
+                "its URL."
             ) from error
         self._vllm = vllm
         self.llm = vllm.LLM(model=self.model_id, max_logprobs=self.max_top_k, **self.llm_kwargs)

@@ -1,4 +1,4 @@
-"""The cache on the Hub: uploads that become visible in one commit, the dataset card, and loading that checks what came."""
+"""The cache on the Hub: uploads shown in one commit, the dataset card, and loading that checks what came."""
 
 import io
 import json
@@ -289,13 +289,13 @@ def _section(
     known = {name: value for name, value in asdict(manifest).items() if value not in (None, ())}
     return f"""## {config_name} / {split}
 
-For every trained token, the {manifest.top_k} most likely tokens of the teacher with their log-probabilities, and the log of
-the mass of all others. Row `t` describes token `t + 1`.
+For every trained token, the {manifest.top_k} most likely tokens of the teacher with their log-probabilities, and the
+log of the mass of all others. Row `t` describes token `t + 1`.
 
 {table}
 {image}
-Train a student on it with [trl-offline-distill](https://pypi.org/project/trl-offline-distill/) {manifest.package_version or ""}, \
-without the teacher:
+Train a student on it with [trl-offline-distill](https://pypi.org/project/trl-offline-distill/), without the teacher
+(made with version {manifest.package_version or "unknown"}):
 
 ```python
 from datasets import load_dataset
@@ -355,8 +355,8 @@ def load_cache(
         source = hub_source(dataset)
         if source is not None and source[1] != wanted:
             raise ValueError(
-                f"`load_cache({path!r}, revision={revision!r})` asked for the commit {wanted}, and a copy of {source[1]} "
-                "came back from the local cache. Remove that copy or load it by its own revision."
+                f"`load_cache({path!r}, revision={revision!r})` asked for the commit {wanted}, and a copy of "
+                f"{source[1]} came back from the local cache. Remove that copy or load it by its own revision."
             )
     for text in _manifests(dataset):
         _check_manifest(TeacherManifest.from_json(text), path, teacher, top_k, tokenizer)
