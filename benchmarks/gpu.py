@@ -123,11 +123,12 @@ class Report:
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    def write(self) -> None:
+    def write(self, pictures: bool = False) -> None:
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         self.stem.with_suffix(".json").write_text(json.dumps(self.facts, indent=1) + "\n")
         if self.rows:
             write_csv(self.rows, self.stem.with_suffix(".csv"))
+        if self.rows and pictures:
             hidden_size, vocab_size, _ = self.plan.shapes[-1]
             drawn = [row for row in self.rows if row.hidden_size == hidden_size]
             draw(drawn, self.stem, f"{self.facts['device']}, bf16, H={hidden_size}, V={vocab_size:,}, {date.today()}")
@@ -456,7 +457,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"\n{part.__name__}, after {time.monotonic() - started:.0f} s")
         part(report)
         report.facts["seconds"] = round(time.monotonic() - started, 1)
-        report.write()
+        report.write(pictures=part is measure)
     say(f"\nwrote {report.stem}.* after {time.monotonic() - started:.0f} s")
     parts = [report.facts["beyond_32_bits"], *report.facts["parity"]]
     tests = report.facts["parity_tests"]
