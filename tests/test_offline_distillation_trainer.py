@@ -576,3 +576,55 @@ def test_two_teachers_in_one_dataset(tmp_path, teacher):
 def test_teacher_blobs_helper_fills_trained_positions_only(teacher):
     (row,) = token_rows([6], prompt=3)
     assert [bool(blob) for blob in teacher_blobs(row, teacher, 4)] == [False, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["student", "adapter"])
+def test_push_to_hub(tmp_path, cached, hub, adapter):
+    from huggingface_hub import hf_hub_download, list_repo_files
+    from peft import LoraConfig
+
+    name = f"user/pushed-{'adapter' if adapter else 'student'}"
+    peft_config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if adapter else None
+    trainer = make_trainer(
+        tmp_path,
+        tiny_model(),
+        cached,
+        push_to_hub=True,
+        hub_model_id=name,
+        hub_strategy="end",
+        trainer_kwargs={"peft_config": peft_config},
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    files = list_repo_files(name)
+    assert {"README.md", "adapter_model.safetensors" if adapter else "model.safetensors"} <= set(files)
+    with open(hf_hub_download(name, "README.md")) as file:
+        card = file.read()
+    assert "[org/teacher](https://huggingface.co/org/teacher)" in card
+    assert f"# Model Card for {name.split('/')[1]}" in card or name in card
+
+
+def test_reporting_integrations_get_every_metric_as_a_number(tmp_path, cached):
+    """trackio, wandb and TensorBoard are callbacks that read `logs`."""
+    from transformers import TrainerCallback
+
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs, **kwargs):
+            seen.append(dict(logs))
+
+    make_trainer(
+        tmp_path,
+        tiny_model(),
+        cached,
+        eval_dataset=cached,
+        eval_strategy="epoch",
+        trainer_kwargs={"callbacks": [Reporter()]},
+    ).train()
+    for prefix, logs in (("", seen[0]), ("eval_", seen[1])):
+        for name in ("loss", "kd_loss", "ce_loss", "entropy", "teacher_entropy", "mean_token_accuracy", "num_tokens"):
+            assert isinstance(logs[prefix + name], (int, float)), prefix + name
+        for name in ("teacher_agreement", "captured_mass", "student_mass"):
+            assert 0.0 <= logs[prefix + name] <= 1.0
+    assert {"tokens_per_second", "data_wait", "peak_memory_gb"} <= seen[0].keys()
