@@ -5,7 +5,7 @@ What capturing a teacher costs: `build_distillation_dataset` against the teacher
     python benchmarks/capture.py --model ORG/NAME      # a real teacher instead of random weights, which cost the same
 
 Both score the same rows in the same batches. The plain forward computes `model(...).logits` and throws them away. The
-capture is the whole build: weights fingerprint, tokenised input, backbone, head in chunks, top-K and tail, blobs, Parquet
+capture is the whole build: weights fingerprint, tokens, backbone, head in chunks, top-K and tail, blobs, Parquet
 on disk. Times: the two in turn in one process, the fastest of some rounds. Memory: each in a fresh process, above the
 loaded model.
 """
