@@ -12,6 +12,7 @@ from huggingface_hub import HfApi
 from tiny_teachers import MARKED_TEMPLATE, make_teacher, make_tokenizer
 
 from trl_offline_distill.cli import main
+from trl_offline_distill.estimate import LOSSES, loss_bytes
 
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +95,21 @@ def test_the_first_example_is_short_and_on_the_first_screen():
     assert language == "python"
     assert line < 15
     assert len(code.splitlines()) <= 15
+
+
+def test_the_computed_costs_are_what_estimate_computes():
+    rows = re.findall(
+        r"^\| (dense|forward_chunked|fused) \|(.*)\|$", PAGES[0].read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [name for name, _ in rows] == list(LOSSES)
+    models = {"Qwen3-1.7B": (151_936, 2_048, True), "gpt-oss-20b": (201_088, 2_880, False)}
+    for name, cells in rows:
+        expected = [
+            f"{loss_bytes(name, tokens, vocab, hidden, trained_head=trained) / 1e9:.1f}"
+            for vocab, hidden, trained in models.values()
+            for tokens in (8_192, 32_768)
+        ]
+        assert [cell.strip() for cell in cells.split("|")] == expected
 
 
 def test_links_and_commands_of_the_pages_exist():

@@ -11,9 +11,7 @@ from . import UsageError
 class PlotArguments:
     """A run, and where its picture goes."""
 
-    run: str = field(
-        metadata={"help": "A run's output_dir, checkpoint or trainer_state.json; `--run` is optional."}
-    )
+    run: str = field(metadata={"help": "A run's output_dir, checkpoint or trainer_state.json; `--run` is optional."})
     output_file: str | None = field(default=None, metadata={"help": "PNG to write. Default: beside the run's state."})
     title: str | None = field(default=None, metadata={"help": "Title of the picture."})
 
