@@ -235,10 +235,10 @@ def draw(rows: list[Row], path: Path, title: str) -> None:
         axis.scatter(
             [row.arrow_bytes for row in shown], [getattr(row, column) for row in shown], marker=marker, label=name
         )
-    for row in shown:
-        axis.annotate(
-            row.name, (row.arrow_bytes, row.head_angle), xytext=(5, 5), textcoords="offset points", fontsize=8
-        )
+    for number, row in enumerate(shown):
+        # Neighbours lie close: names go above and below in turn.
+        place = {"xytext": (5, 5 if number % 2 else -14), "textcoords": "offset points", "fontsize": 8}
+        axis.annotate(row.name, (row.arrow_bytes, row.head_angle), **place)
     axis.set(xscale="log", yscale="log", xlabel="bytes a token (Arrow)", ylabel="angle to the full gradient (degrees)")
     axis.margins(x=0.2)
     axis.legend()

@@ -235,7 +235,7 @@ def draw(timings: list[Timing], memory: list[dict], path: Path, title: str) -> N
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    bars, lines = figure.subplots(1, 2)
+    bars, *rest = figure.subplots(1, 2 if memory else 1, squeeze=False)[0]
     storages = list(dict.fromkeys(timing.storage for timing in timings))
     readings = list(dict.fromkeys(timing.reading for timing in timings))
     for number, reading in enumerate(readings):
@@ -248,13 +248,13 @@ def draw(timings: list[Timing], memory: list[dict], path: Path, title: str) -> N
     bars.set(yscale="log", ylabel="CPU microseconds a token to decode")
     bars.set_xticks(range(len(storages)), storages)
     bars.legend(fontsize="small")
-    for result in memory:
-        where, mib = zip(*result["curve"])
-        lines.plot(where, mib, label=f"{result['mode']}: cache of {result['cache_mib']:,.0f} MiB")
-    if memory:
+    for lines in rest:
+        for result in memory:
+            where, mib = zip(*result["curve"])
+            lines.plot(where, mib, label=f"{result['mode']}: cache of {result['cache_mib']:,.0f} MiB")
         lines.axhline(memory[0]["given_mib"], color="black", linewidth=1, linestyle="--", label="memory given")
         lines.legend(fontsize="small")
-    lines.set(xlabel="part of the epoch", ylabel="MiB of the process", ylim=(0, None))
+        lines.set(xlabel="part of the epoch", ylabel="MiB of the process", ylim=(0, None))
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=130)
 
