@@ -235,7 +235,7 @@ def draw(rows: list[Row], path: Path, title: str) -> None:
         axis.scatter(
             [row.arrow_bytes for row in shown], [getattr(row, column) for row in shown], marker=marker, label=name
         )
-    for number, row in enumerate(shown):
+    for number, row in enumerate(sorted(shown, key=lambda row: row.arrow_bytes)):
         # Neighbours lie close: names go above and below in turn.
         place = {"xytext": (5, 5 if number % 2 else -14), "textcoords": "offset points", "fontsize": 8}
         axis.annotate(row.name, (row.arrow_bytes, row.head_angle), **place)
