@@ -193,6 +193,9 @@ def test_evaluation_of_a_stream_and_packed_evaluation(tmp_path, cached):
     total, count = dense_sums(tiny_model(), cached)
     assert metrics["eval_map_loss"] == pytest.approx((total / count).item(), abs=2e-6)
     assert metrics["eval_stream_loss"] == pytest.approx((total / count).item(), abs=2e-6)
+    fresh = trainer.evaluate({"a": cached, "b": cached.select([0])}, metric_key_prefix="new")
+    assert fresh["new_a_loss"] == pytest.approx((total / count).item(), abs=2e-6)
+    assert "new_b_kd_loss" in fresh
     unpacked = make_trainer(
         tmp_path,
         tiny_model(),

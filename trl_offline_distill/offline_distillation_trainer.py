@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 
-TEACHER_INPUTS = ("teacher_token_ids", "teacher_logprobs", "teacher_log_tail", "teacher_log_tail_at")
+TEACHER_FLOATS = ("teacher_logprobs", "teacher_log_tail", "teacher_log_tail_at")
+TEACHER_INPUTS = ("teacher_token_ids", *TEACHER_FLOATS)
 
 # Sums over positions that the head returns, and the count each is divided by when it is logged
 _HEAD_SUMS = {
@@ -398,10 +399,14 @@ class OfflineDistillationTrainer(SFTTrainer):
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "teacher_topk"]
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        if isinstance(eval_dataset, dict):
+            # One by one here: `Trainer.evaluate` would come back for each after it was prepared
+            metrics = {}
+            for name, dataset in eval_dataset.items():
+                metrics.update(self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            fresh = eval_dataset if isinstance(eval_dataset, dict) else {metric_key_prefix: eval_dataset}
-            for name, dataset in fresh.items():
-                self._check_cached_dataset(dataset, name)
+            self._check_cached_dataset(eval_dataset, metric_key_prefix)
         return super().evaluate(
             eval_dataset=eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
         )
@@ -425,6 +430,12 @@ class OfflineDistillationTrainer(SFTTrainer):
             num_items_in_batch = self.accelerator.reduce(num_items_in_batch, reduction="sum") / self.get_tp_size()
         return batch_samples, num_items_in_batch
 
+    def _prepare_inputs(self, inputs):
+        # Under DeepSpeed, `Trainer` rounds every float to the engine's dtype; bf16 log-probabilities are too coarse
+        teacher = {name: inputs[name].to(self.args.device) for name in TEACHER_INPUTS if name in inputs}
+        others = {name: value for name, value in inputs.items() if name not in teacher}
+        return {**super()._prepare_inputs(others), **teacher}
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         mode = "train" if self.model.training else "eval"
         missing = [name for name in TEACHER_INPUTS[:3] if name not in inputs]
@@ -445,8 +456,10 @@ class OfflineDistillationTrainer(SFTTrainer):
             divisor = count if num_items_in_batch is None else num_items_in_batch
         else:
             divisor = num_items_in_batch
+        # As bits: FSDP rounds every float it is given to its compute dtype, and bf16 log-probabilities are too coarse
+        bits = {name: inputs[name].view(torch.int32) for name in TEACHER_FLOATS if name in inputs}
         outputs = model(
-            **inputs,
+            **{**inputs, **bits},
             distillation={
                 "kd_weight": kd_weight,
                 "ce_weight": ce_weight,

@@ -142,6 +142,7 @@ SHARDED = {
     "accumulated": lambda f: run(f, gradient_accumulation_steps=3),
     "tied": lambda f: run(f, family="tied"),
     "recompute": lambda f: run(f, loss_backward="recompute", loss_chunk_size=3),
+    "bf16": lambda f: run(f, bf16=True),
     "adapter": lambda f: run(f, trainer_kwargs=lora("q_proj")),
     "adapter on the head": lambda f: refused(lambda: run(f, trainer_kwargs=lora("q_proj", "lm_head"))),
     "interrupted": interrupted,

@@ -107,6 +107,19 @@ def test_fsdp2(results, scenario):
     assert_same_logs(two["log"], one["log"])
 
 
+def assert_teacher_is_whole(mixed: dict, plain: dict) -> None:
+    """Mixed precision rounds the student; what the teacher alone decides stays exact."""
+    for ours, expected in zip(mixed["log"], plain["log"], strict=True):
+        for name in ("captured_mass", "teacher_entropy"):
+            if name in expected:
+                assert ours[name] == pytest.approx(expected[name], abs=1e-6)
+    assert mixed["log"][0]["loss"] == pytest.approx(plain["log"][0]["loss"], abs=0.05)
+
+
+def test_mixed_precision_does_not_round_the_teacher(results):
+    assert_teacher_is_whole(results("fsdp2", 2)["bf16"], results("fsdp2", 1)["plain"])
+
+
 def test_a_trained_head_that_fsdp_would_shard_is_refused(results):
     assert results("fsdp2", 1)["adapter on the head"]["error"] is None
     assert "which FSDP cuts" in results("fsdp2", 2)["adapter on the head"]["error"]
@@ -122,6 +135,7 @@ def test_deepspeed(results, stage):
         assert_same_parameters(two[scenario]["parameters"], one[scenario]["parameters"], atol=2e-6)
         assert_same_logs(two[scenario]["log"], one[scenario]["log"])
     assert_same_parameters(two["interrupted"]["resumed"]["parameters"], two["interrupted"]["parameters"], atol=1e-6)
+    assert_teacher_is_whole(two["bf16"], one["plain"])
     refusal = two["adapter on the head"]["error"]
     assert refusal is None if stage == 2 else "which ZeRO-3 cuts" in refusal
 

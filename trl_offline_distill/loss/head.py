@@ -98,6 +98,11 @@ class _TeacherRows:
         return self.map(lambda tensor: tensor[index])
 
 
+def _as_float32(values: Tensor | None) -> Tensor | None:
+    """Float32 values whose bits came as int32: mixed-precision wrappers (FSDP, DeepSpeed) round whatever is a float."""
+    return values.view(torch.float32) if values is not None and values.dtype == torch.int32 else values
+
+
 @dataclass
 class _StubOutput(ModelOutput):
     """A backbone's output that has a last hidden state, and `None` under every other name it is asked for."""
@@ -351,7 +356,8 @@ def add_distillation_head(
     `distillation` the forward is the one it was, so generation and everything else are unchanged.
 
     Row `t` of the teacher's tensors `[B, S, K]`, `[B, S]` describes token `t + 1`. `labels` `[B, S]` are those of the
-    batch, not shifted, -100 where nothing is trained; `shift_labels` `[B, S]` are shifted already. `distillation`
+    batch, not shifted, -100 where nothing is trained; `shift_labels` `[B, S]` are shifted already. The teacher's
+    float32 values may come as the int32 of the same bits, which no mixed-precision wrapper rounds. `distillation`
     holds `kd_weight`, `ce_weight`, `temperature`, and, where tail normalisers are cached (`teacher_log_tail_at` `[B,
     S, M]`), their `tail_temperatures` and the teacher's `vocab_size`.
 
@@ -426,9 +432,9 @@ def add_distillation_head(
         hidden = outputs.last_hidden_state
         teacher = _TeacherRows(
             teacher_token_ids,
-            teacher_logprobs,
-            teacher_log_tail,
-            teacher_log_tail_at,
+            _as_float32(teacher_logprobs),
+            _as_float32(teacher_log_tail),
+            _as_float32(teacher_log_tail_at),
             tuple(distillation.get("tail_temperatures", ())),
             distillation.get("vocab_size"),
         )
