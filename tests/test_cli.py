@@ -152,6 +152,35 @@ def test_inspect_export_import_and_plot(folder, cache, tmp_path, monkeypatch, ca
     assert "trainer_state.json" in capsys.readouterr().err
 
 
+def test_a_mixture_of_datasets_is_built(folder, tmp_path, capsys):
+    part = {"path": str(folder / "texts")}
+    config = {
+        "teacher": str(folder / "teacher"),
+        "datasets": [part, part],
+        "top_k": 3,
+        "output_dir": str(tmp_path / "c"),
+    }
+    (tmp_path / "build.yaml").write_text(yaml.safe_dump(config))
+    assert main(["build", "--config", str(tmp_path / "build.yaml")]) == 0
+    assert len(load_dataset(str(tmp_path / "c"), split="train")) == 2 * len(TEXTS)
+    assert main(["build", "--config", str(tmp_path / "build.yaml"), "--dataset_split", "test"]) == 1
+    assert "the mixture has the splits train" in capsys.readouterr().err
+
+
+def test_only_an_mxfp4_student_is_dequantised(folder, tmp_path):
+    from transformers import AutoConfig
+    from trl import ModelConfig
+
+    from trl_offline_distill.cli.train_script import dequantisation
+
+    assert dequantisation(ModelConfig(model_name_or_path=str(folder / "student")), False) is None
+    config = AutoConfig.from_pretrained(folder / "student")
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.save_pretrained(tmp_path)
+    found = dequantisation(ModelConfig(model_name_or_path=str(tmp_path)), False)
+    assert (type(found).__name__, found.dequantize) == ("Mxfp4Config", True)
+
+
 def run_script(monkeypatch, tmp_path, config: dict) -> int:
     from trl_offline_distill.cli.train_script import run
 

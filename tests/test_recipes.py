@@ -1,3 +1,4 @@
+import runpy
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def test_list_show_and_copy(tmp_path, capsys):
     assert main(["recipes", "copy", "smollm2_healing", str(tmp_path / "mine")]) == 2
     assert "exists" in capsys.readouterr().err
     assert main(["recipes", "shuffle"]) == 2
+
+
+def test_the_script_with_inline_metadata_runs_a_recipe(monkeypatch, capsys):
+    script = recipes_folder() / "run_recipe.py"
+    assert 'dependencies = ["trl-offline-distill"]' in script.read_text()
+    monkeypatch.setattr("sys.argv", [str(script), "served_teacher_to_qwen3", "--tiny"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(script), run_name="__main__")
+    assert done.value.code == 0
+    assert "served_teacher_to_qwen3, tiny: KL to the teacher" in capsys.readouterr().out
 
 
 def test_an_unknown_recipe_names_the_nearest(capsys):

@@ -173,7 +173,12 @@ def load_source(args: BuildArguments, mixture: "DatasetMixtureConfig") -> "Datas
     if bool(args.dataset_name) == bool(mixture.datasets):
         raise UsageError("name the text dataset by `dataset_name` or by `datasets`: exactly one of them.")
     if mixture.datasets:
-        dataset = get_dataset(mixture)[args.dataset_split]
+        mixed = get_dataset(mixture)
+        if args.dataset_split not in mixed:
+            raise ValueError(
+                f"`dataset_split={args.dataset_split!r}`: the mixture has the splits {', '.join(mixed)}. Name one."
+            )
+        dataset = mixed[args.dataset_split]
     elif (Path(args.dataset_name) / "state.json").is_file():
         dataset = load_from_disk(args.dataset_name)
     else:
