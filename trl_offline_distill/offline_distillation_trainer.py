@@ -24,7 +24,7 @@ from . import __version__
 from ._compat import count_next_token_labels, sft_trainer_without_head_adapter_check
 from .cached_dataset import StudentLimits, check_columns, check_rows, prepare_cached_dataset
 from .data_collator import DataCollatorForOfflineDistillation
-from .loss.head import add_distillation_head
+from .loss.head import SUMS, add_distillation_head
 from .offline_distillation_config import OfflineDistillationConfig
 from .teacher_cache.manifest import TeacherManifest
 
@@ -469,7 +469,11 @@ class OfflineDistillationTrainer(SFTTrainer):
             },
             num_items_in_batch=divisor,
         )
-        loss = outputs.loss
+        sums = dict(zip(SUMS, outputs.sum_bits.view(torch.float32), strict=True))
+        loss_sum = kd_weight * sums["kd_sum"] + ce_weight * sums["ce_sum"]
+        # FSDP rounds what a model returns as well: the gradient is the returned loss's, the value the sums'
+        exact = loss_sum / torch.as_tensor(outputs.num_tokens if divisor is None else divisor).clamp(min=1)
+        loss = outputs.loss + (exact - outputs.loss).detach()
         # Like `Trainer.compute_loss`: `num_items_in_batch` counts the tokens of every rank, and DDP averages the
         # gradients across ranks
         if num_items_in_batch is not None:
@@ -479,13 +483,12 @@ class OfflineDistillationTrainer(SFTTrainer):
             steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
 
-        sums = {name: getattr(outputs, name) for name in _HEAD_SUMS}
         self._add(
             mode,
             **sums,
             num_tokens=outputs.num_tokens,
             kd_tokens=outputs.num_tokens if kd_tokens is None else kd_tokens,
-            loss_sum=kd_weight * sums["kd_sum"] + ce_weight * sums["ce_sum"],
+            loss_sum=loss_sum,
             input_tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel(),
             aux_sum=outputs.aux_loss.detach() if self.aux_loss_enabled else 0.0,
             micro_batches=1.0,

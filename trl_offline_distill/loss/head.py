@@ -34,6 +34,18 @@ from .logit_transform import read_logit_transform
 ROAD_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
+SUMS = (
+    "kd_sum",
+    "ce_sum",
+    "entropy_sum",
+    "teacher_entropy_sum",
+    "label_agreement_sum",
+    "teacher_agreement_sum",
+    "support_mass_sum",
+    "captured_mass_sum",
+)
+
+
 @dataclass
 class DistillationCausalLMOutput(ModelOutput):
     """
@@ -53,6 +65,9 @@ class DistillationCausalLMOutput(ModelOutput):
             The student's and the teacher's probability of the teacher's support.
         num_tokens (`Tensor`):
             Trained positions.
+        sum_bits (`Tensor`):
+            The sums in the order of `SUMS` once more, float32 as the int32 of the same bits: FSDP rounds the floats
+            that a model returns.
         aux_loss (`Tensor`, *optional*):
             The router's load-balancing loss, unweighted, for a mixture of experts that reports it.
     """
@@ -67,6 +82,7 @@ class DistillationCausalLMOutput(ModelOutput):
     support_mass_sum: Tensor | None = None
     captured_mass_sum: Tensor | None = None
     num_tokens: Tensor | None = None
+    sum_bits: Tensor | None = None
     aux_loss: Tensor | None = None
 
 
@@ -99,7 +115,7 @@ class _TeacherRows:
 
 
 def _as_float32(values: Tensor | None) -> Tensor | None:
-    """Float32 values whose bits came as int32: mixed-precision wrappers (FSDP, DeepSpeed) round whatever is a float."""
+    """Float32 values whose bits came as int32: mixed-precision wrappers (FSDP, DeepSpeed) round what is a float."""
     return values.view(torch.float32) if values is not None and values.dtype == torch.int32 else values
 
 
@@ -479,16 +495,20 @@ def add_distillation_head(
         )
         log_p = torch.cat([rows.logprobs, rows.log_tail[:, None]], -1).to(result.kd.dtype)
         p = log_p.exp()
+        sums = {
+            "kd_sum": result.kd_sum,
+            "ce_sum": result.ce_sum,
+            "entropy_sum": result.entropy.sum(),
+            "teacher_entropy_sum": -torch.xlogy(p, p).sum(),
+            "label_agreement_sum": result.label_agreement.sum(),
+            "teacher_agreement_sum": result.teacher_agreement.sum(),
+            "support_mass_sum": result.support_mass.sum(),
+            "captured_mass_sum": p[:, :-1].sum(),
+        }
         return DistillationCausalLMOutput(
             loss=result.loss,
-            kd_sum=result.kd_sum,
-            ce_sum=result.ce_sum,
-            entropy_sum=result.entropy.sum(),
-            teacher_entropy_sum=-torch.xlogy(p, p).sum(),
-            label_agreement_sum=result.label_agreement.sum(),
-            teacher_agreement_sum=result.teacher_agreement.sum(),
-            support_mass_sum=result.support_mass.sum(),
-            captured_mass_sum=p[:, :-1].sum(),
+            **sums,
+            sum_bits=torch.stack([sums[name].float() for name in SUMS]).view(torch.int32),
             num_tokens=mask.sum(),
             aux_loss=_router_loss(text_config, outputs, kwargs),
         )
