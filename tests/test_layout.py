@@ -33,6 +33,7 @@ EXTERNAL = {
     "loss.fused_triton": {"torch", "triton"},
     "loss.head": {"torch", "transformers"},
     "teacher_cache": {"datasets", "fsspec", "huggingface_hub", "numpy", "pyarrow", "torch", "tqdm"},
+    "teacher_cache.hub": {"datasets", "huggingface_hub", "matplotlib"},
 }
 
 
