@@ -196,6 +196,9 @@ def _stage(args: DemoArguments, folder: Path, make: Callable[[Path], dict]) -> d
         print("      the arguments changed since the last run: made again", flush=True)
         shutil.rmtree(folder)
     partial = folder.with_name(folder.name + f".{key}.partial")
+    for left_over in folder.parent.glob(f"{folder.name}.*.partial"):
+        if left_over != partial:
+            shutil.rmtree(left_over)
     partial.mkdir(exist_ok=True)
     started = time.perf_counter()
     result = make(partial)
