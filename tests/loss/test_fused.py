@@ -527,8 +527,8 @@ def test_num_items_may_be_a_tensor():
 
 
 def test_chunk_size_from_a_budget():
-    # 64 MiB on CPU, 1 GiB elsewhere
-    assert auto_chunk_size(65536, 4, "cpu") == 256
+    # 32 MiB on CPU, 1 GiB elsewhere
+    assert auto_chunk_size(65536, 4, "cpu") == 128
     assert auto_chunk_size(131072, 2, "cuda") == 4096
     assert auto_chunk_size(151936, 4, "cuda") == 1760
     assert auto_chunk_size(10**9, 4, "cpu") == 1

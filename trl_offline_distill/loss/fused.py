@@ -35,7 +35,7 @@ BACKWARDS = ("in_forward", "recompute")
 IGNORE_INDEX = -100
 # Bytes of logits that may exist at once when neither `chunk_size` nor `loss_memory_budget` is given. A trained head
 # adds to `[V, H]` accumulators once a chunk, so larger chunks save memory traffic, up to about 4096 positions.
-DEFAULT_MEMORY_BUDGET = {"cpu": 64 * 2**20, "cuda": 2**30}
+DEFAULT_MEMORY_BUDGET = {"cpu": 32 * 2**20, "cuda": 2**30}
 MAX_AUTO_CHUNK = 4096
 # fp16 reaches down to 6e-8 only: gradients of logits, which are at most about 1, are multiplied by this before they
 # are rounded to it, and the products are divided by it in fp32.
@@ -612,7 +612,7 @@ def auto_chunk_size(rows: int, bytes_per_logit: int, device_type: str, budget: i
         rows (`int`): rows of the head, `V`.
         bytes_per_logit (`int`): bytes of all buffers of a tile's size.
         device_type (`str`): where the loss runs; decides the default budget.
-        budget (`int`, *optional*): bytes. Defaults to 64 MiB on CPU and 1 GiB elsewhere.
+        budget (`int`, *optional*): bytes. Defaults to 32 MiB on CPU and 1 GiB elsewhere.
 
     Returns:
         `int`: from 1 to 4096, a multiple of 16 from 16 on.
@@ -884,7 +884,7 @@ def fused_distillation_loss(
         chunk_size (`int`, *optional*):
             Positions whose logits exist at once. Defaults to what fits into `loss_memory_budget`.
         loss_memory_budget (`int`, *optional*):
-            Bytes of logits that may exist at once. Defaults to 64 MiB on CPU and 1 GiB elsewhere.
+            Bytes of logits that may exist at once. Defaults to 32 MiB on CPU and 1 GiB elsewhere.
         backward (`str`, *optional*, defaults to `"in_forward"`):
             `"in_forward"` forms the gradients while a chunk's logits are at hand: 3 GEMMs over the head (2 with a
             frozen head), the exact minimum. `"recompute"` keeps only the inputs, and projects again in the backward
