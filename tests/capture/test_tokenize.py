@@ -276,6 +276,12 @@ def test_bad_input_is_refused(name):
         tokenize_dataset(dataset, make_tokenizer(), **options)
 
 
+def test_a_row_without_an_assistant_turn_is_named():
+    rows = [*MESSAGES, {"messages": TURNS[0][:1]}]
+    with pytest.raises(ValueError, match="row 2 has no assistant turn"):
+        tokenize_dataset(Dataset.from_list(rows), make_tokenizer(MARKED_TEMPLATE), assistant_only_loss=True)
+
+
 def test_other_objects_are_refused():
     with pytest.raises(ValueError, match="splits"):
         from datasets import DatasetDict

@@ -188,7 +188,17 @@ def tokenize_dataset(
 
     # Two calls of the same preparation: the prompt check needs the rows before truncation, and a dataset that is
     # already tokenised goes straight to it.
-    prepared = prepare(dataset, None)
+    try:
+        prepared = prepare(dataset, None)
+    except RuntimeError as error:
+        # Raised by TRL for a row whose assistant mask is empty, without its number.
+        row = _first_row_without_assistant(dataset) if assistant_only_loss else None
+        if row is None:
+            raise
+        raise ValueError(
+            f"`assistant_only_loss=True`, but `dataset` row {row} has no assistant turn, so nothing of it is trained; "
+            "remove the row."
+        ) from error
     if "prompt" in prepared.column_names and "input_ids" not in dataset.column_names:
         prepared = prepared.map(
             _prompt_is_kept,
@@ -325,6 +335,14 @@ def _assistant_template(processing_class: Any, conversational: bool) -> str | No
             "template (with its end-of-turn token inside) and pass it as `chat_template_path`, or use 'prompt' and "
             "'completion' columns."
         ) from error
+
+
+def _first_row_without_assistant(dataset: Dataset) -> int | None:
+    for number, row in enumerate(dataset):
+        turns = row.get("messages") or row.get("conversations") or [*row.get("prompt", []), *row.get("completion", [])]
+        if not any("assistant" in (turn.get("role"), turn.get("from")) for turn in turns):
+            return number
+    return None
 
 
 def _templates(chat_template: str | dict[str, str] | None) -> list[str]:
