@@ -63,7 +63,6 @@ LAYOUTS = {
     "packed and split": {"packing": True, "max_length": 15, "packing_strategy": "bfd_split"},
     "two workers": {"per_device_train_batch_size": 3, "dataloader_num_workers": 2},
     "grouped": {"per_device_train_batch_size": 3, "train_sampling_strategy": "group_by_length"},
-    "two processes": {"packing": True, "max_length": 15, "dataset_num_proc": 1},
     "all columns kept": {"per_device_train_batch_size": 3, "remove_unused_columns": False},
     "as it is": {"per_device_train_batch_size": 3, "dataset_kwargs": {"skip_prepare_dataset": True}},
     "nothing to cut": {"per_device_train_batch_size": 3, "max_length": 7},
@@ -454,3 +453,89 @@ def test_layouts_of_blobs_may_be_mixed(tmp_path, teacher):
     total, count = dense_sums(student, cache)
     trainer = trained(tmp_path, student, cache)
     assert losses_of(trainer) == pytest.approx([(total / count).item()], abs=2e-6)
+
+
+# ---- What users of SFTTrainer pass besides ----
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A student and its tokenizer on disk."""
+    tiny_model().save_pretrained(tmp_path / "student")
+    tiny_tokenizer().save_pretrained(tmp_path / "student")
+    return tmp_path / "student"
+
+
+def test_a_student_by_its_name(tmp_path, cached, folder):
+    expected, _ = student_after(tmp_path, cached)
+    trainer = OfflineDistillationTrainer(str(folder), config(tmp_path), train_dataset=cached)
+    trainer.train()
+    assert_same_parameters(trainer.model, expected, atol=0.0)
+    assert trainer.processing_class.get_vocab() == tiny_tokenizer().get_vocab()
+    assert {"trl", "offline-distillation"} <= set(trainer.model.model_tags)
+    small = OfflineDistillationTrainer(
+        str(folder), config(tmp_path, model_init_kwargs={"dtype": "bfloat16"}), train_dataset=cached
+    )
+    assert small.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_bf16(tmp_path, cached, how):
+    student = tiny_model()
+    total, count = dense_sums(student, cached)
+    trainer = make_trainer(
+        tmp_path, student.bfloat16() if how == "weights" else student, cached, bf16=how == "autocast"
+    )
+    trainer.train()
+    assert losses_of(trainer) == pytest.approx([(total / count).item()], abs=0.05)
+    assert student.lm_head.weight.dtype == (torch.bfloat16 if how == "weights" else torch.float32)
+
+
+def test_tokens_of_padding_and_end(tmp_path, cached):
+    """A student may pad with what it likes; the end of a sequence is only a name for an id."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    expected, _ = student_after(tmp_path, cached)
+    student = tiny_model()
+    trained(tmp_path, student, cached, tokenizer=tokenizer, eos_token="w5")
+    assert tokenizer.pad_token == tokenizer.eos_token == "w5"
+    assert_same_parameters(student, expected, atol=1e-6)
+
+
+def test_optimizer_scheduler_and_callbacks_are_passed_on(tmp_path, cached):
+    from transformers import TrainerCallback
+
+    class Count(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            Count.steps += 1
+
+    student = tiny_model()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.25)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trained(
+        tmp_path,
+        student,
+        cached,
+        trainer_kwargs={"optimizers": (optimizer, scheduler), "callbacks": [Count()]},
+    )
+    expected, _ = student_after(tmp_path, cached, learning_rate=0.25)
+    assert_same_parameters(student, expected, atol=0.0)
+    assert Count.steps == 1
+
+
+def test_shuffled_preparation(tmp_path, teacher):
+    cache = cached_dataset(token_rows([5] * 12), teacher)
+    trainer = make_trainer(tmp_path, tiny_model(), cache, shuffle_dataset=True, seed=3)
+    order = [row["input_ids"] for row in trainer.train_dataset]
+    assert order != [row["input_ids"] for row in cache]
+    blobs = {tuple(row["input_ids"]): row["teacher_topk"] for row in cache}
+    assert all(blobs[tuple(row["input_ids"])] == row["teacher_topk"] for row in trainer.train_dataset)
+
+
+def test_preparation_in_two_processes(tmp_path, teacher):
+    cache = cached_dataset(token_rows([12, 20, 20, 9], prompt=3), teacher)
+    one, _ = student_after(tmp_path, cache, max_length=16)
+    two, _ = student_after(tmp_path, cache, max_length=16, dataset_num_proc=2)
+    assert_same_parameters(two, one, atol=0.0)

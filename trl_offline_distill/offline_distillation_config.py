@@ -223,11 +223,13 @@ class OfflineDistillationConfig(SFTConfig):
             raise ValueError(f"`kd_position_fraction={self.kd_position_fraction}` must be above 0 and at most 1.")
 
         # What SFTTrainer would do with these decides the loss there, and would be silently without effect here
-        if self.loss_type not in ("nll", "chunked_nll"):  # one loss under two names, the second until TRL 1.15
+        if self.loss_type not in ("nll", "chunked_nll"):
             raise ValueError(
                 f"`loss_type={self.loss_type!r}` is not used: the loss is set by `divergence`, `kd_weight` and "
                 "`ce_weight`. Leave `loss_type` unset."
             )
+        # Until TRL 1.15 the other name, the default then, makes SFTTrainer patch the model and refuse adapted heads
+        self.loss_type = "nll"
         if self.label_smoothing_factor > 0:
             raise ValueError(
                 f"`label_smoothing_factor={self.label_smoothing_factor}` is not supported: the teacher's "
