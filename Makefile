@@ -49,7 +49,7 @@ test-slow: $(VENV)/.test $(VENV)/.demo
 	$(PYTEST) -m slow
 
 test-gpu: $(VENV)/.test
-	$(PYTEST) -m gpu
+	CUDA_VISIBLE_DEVICES=$${CUDA_VISIBLE_DEVICES:-0} $(PYTEST) -m gpu
 
 # The lowest versions, exactly, that pyproject.toml admits, on the lowest Python.
 test-min:

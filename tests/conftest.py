@@ -1,6 +1,7 @@
 """The tests need no network: the Hub is a server on the loopback interface, set before anything imports a client."""
 
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -16,10 +17,15 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     DO_NOT_TRACK="1",
     TOKENIZERS_PARALLELISM="false",
+    # One result on every machine; `make test-gpu` names the device.
     CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
     MPLBACKEND="Agg",
-    WANDB_DISABLED="true",
 )
+
+
+def pytest_unconfigure():
+    _hub.stop()
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
