@@ -545,9 +545,12 @@ class OfflineDistillationTrainer(SFTTrainer):
             self.data_collator = train_collator
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        return super().prediction_step(
-            model, self._without_repeated_rows(inputs), prediction_loss_only, ignore_keys=ignore_keys
-        )
+        inputs = self._prepare_inputs(self._without_repeated_rows(inputs))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:  # `Trainer` would ask for the logits all the same, which take another forward
+                return self.compute_loss(model, inputs), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, outputs.logits, inputs["labels"]
 
     def _without_repeated_rows(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """
