@@ -73,8 +73,8 @@ def sft_trainer_without_head_adapter_check():
 
 
 # `Trainer.model_accepts_loss_kwargs` and `Trainer._loss_shifts_labels` (seen in transformers 5.24) decide whether and
-# how the trained tokens of an accumulated batch are counted, from the signature and the loss of the model's own forward,
-# which computes no loss here. Retired by a Trainer that asks its subclass.
+# how the trained tokens of an accumulated batch are counted, from the signature and the loss of the model's own
+# forward, which computes no loss here. Retired by a Trainer that asks its subclass.
 
 
 def count_next_token_labels(trainer):
@@ -108,3 +108,11 @@ def hub_source(dataset) -> tuple[str, str] | None:
         if len(parts) > 5 and "___" in parts[-5] and re.fullmatch(r"[0-9a-f]{40}", parts[-2]):
             return parts[-5].replace("___", "/", 1), parts[-2]
     return None
+
+
+# `OfflineDistillationTrainer` overrides, under their names in TRL 1.14 to 1.16 and transformers 5.16 to 5.24:
+# `SFTTrainer._prepare_dataset` and `._set_signature_columns_if_needed` (retired by a preparation that carries side
+# columns through truncation and packing), `Trainer._prepare_inputs` (retired when it no longer rounds inputs under
+# DeepSpeed), `SFTTrainer._save_checkpoint` (retired by a hook before the state is written). It reads
+# `SFTTrainer.aux_loss_enabled`, `.router_aux_loss_coef` and `Trainer.current_gradient_accumulation_steps`, which
+# `SFTTrainer.compute_loss` scales the router's loss with.

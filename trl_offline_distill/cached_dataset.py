@@ -48,14 +48,12 @@ class StudentLimits:
         return manifests
 
 
-def column_names(dataset: Dataset | IterableDataset) -> list[str]:
-    """Names of the columns; read off the first row where a stream does not know them."""
-    return list(dataset.column_names if dataset.column_names is not None else next(iter(dataset)))
-
-
-def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
+def check_columns(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
     """
     Refuses a dataset that is empty or lacks a cached column.
+
+    Returns:
+        `dict`: the first row.
 
     Raises:
         ValueError: names the dataset, the column and the fix.
@@ -63,7 +61,7 @@ def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError(f"The {name} dataset is empty: pass at least one row.")
-    found = column_names(dataset)
+    found = list(first)
     vision = [column for column in VISION_COLUMNS if column in found]
     if vision:
         raise ValueError(
@@ -88,6 +86,7 @@ def check_columns(dataset: Dataset | IterableDataset, name: str) -> None:
                 f"The {name} dataset holds {type(first[column]).__name__} in column {column!r}, expected one entry "
                 "for each token. Build the dataset with `build_distillation_dataset`."
             )
+    return first
 
 
 def check_trained_positions(labels: list[int], blobs: list[bytes], head_rows: int | None, where: str) -> bool:

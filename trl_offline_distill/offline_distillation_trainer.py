@@ -67,7 +67,8 @@ class TokenCountCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"num_tokens": self.num_tokens}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.num_tokens = state.stateful_callbacks[type(self).__name__]["attributes"]["num_tokens"]
+        saved = state.stateful_callbacks.get(type(self).__name__)  # none in a checkpoint of another trainer
+        self.num_tokens = 0 if saved is None else saved["attributes"]["num_tokens"]
 
 
 class OfflineDistillationTrainer(SFTTrainer):
@@ -172,9 +173,11 @@ class OfflineDistillationTrainer(SFTTrainer):
             "train": train_dataset,
             **{name: dataset for name, dataset in eval_datasets.items() if dataset is not None},
         }
-        for name, dataset in datasets.items():
-            if isinstance(dataset, (Dataset, IterableDataset)):  # anything else is refused by SFTTrainer
-                check_columns(dataset, name)
+        first_rows = {
+            name: check_columns(dataset, name)
+            for name, dataset in datasets.items()
+            if isinstance(dataset, (Dataset, IterableDataset))  # anything else is refused by SFTTrainer
+        }
 
         self._limits = StudentLimits()
         self._sums: dict[str, dict[str, Tensor | float]] = {"train": {}, "eval": {}}
@@ -205,11 +208,11 @@ class OfflineDistillationTrainer(SFTTrainer):
         self.add_callback(TokenCountCallback())
 
         # Everything the cache says is compared with the student before the first step
-        self._limits.tokenizer = self._tokenizer
+        self._limits.tokenizer = self.processing_class
         self._limits.head_rows = self._head_rows()
         self.teacher_manifests: list[TeacherManifest] = []
         for name, dataset in datasets.items():
-            self._check_cached_dataset(dataset, name)
+            self._check_cached_dataset(dataset, name, first_rows[name])
 
         # The temperatures whose tails the batches carry: all that every teacher has, where the loss needs any
         self._tail_temperatures: tuple[float, ...] = ()
@@ -343,20 +346,20 @@ class OfflineDistillationTrainer(SFTTrainer):
         rows = getattr(base_model.get_output_embeddings(), "out_features", None)
         return base_model.config.get_text_config().vocab_size if rows is None else rows
 
-    def _check_cached_dataset(self, dataset: Dataset | IterableDataset, name: str) -> None:
-        """Compares every manifest and every row with the student."""
-        check_columns(dataset, name)
-        if isinstance(dataset, IterableDataset):
-            texts = [next(iter(dataset))["teacher_manifest"]]  # the others are compared as they come
-        else:
+    def _check_cached_dataset(self, dataset: Dataset | IterableDataset, name: str, first: dict[str, Any]) -> None:
+        """Compares every manifest and every row with the student; of what cannot be read at once, the `first` row."""
+        stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+        if stored:
             # Alone: `unique` writes out every column of a dataset that was shuffled or filtered
             texts = dataset.select_columns(["teacher_manifest"]).unique("teacher_manifest")
+        else:
+            texts = [first["teacher_manifest"]]  # of a stream, the others are compared as they come
         try:
             manifests = self._limits.check_manifests(texts)
         except ValueError as error:
             raise ValueError(f"The {name} dataset does not fit the student. {error}") from error
         self.teacher_manifests += [manifest for manifest in manifests if manifest not in self.teacher_manifests]
-        if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        if not stored:
             return
         message, trained = None, False
         try:
@@ -382,7 +385,6 @@ class OfflineDistillationTrainer(SFTTrainer):
                 f"The {dataset_name} dataset has a transform (`Dataset.with_transform`), which preparation would bake "
                 "into the stored rows. Remove it, or set `dataset_kwargs={'skip_prepare_dataset': True}`."
             )
-        check_columns(dataset, dataset_name)
         if self._limits.tokenizer is None:
             self._limits.tokenizer = processing_class
         prepared = prepare_cached_dataset(dataset, args, packing, dataset_name, self._limits)
@@ -406,7 +408,7 @@ class OfflineDistillationTrainer(SFTTrainer):
                 metrics.update(self.evaluate(dataset, ignore_keys, f"{metric_key_prefix}_{name}"))
             return metrics
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            self._check_cached_dataset(eval_dataset, metric_key_prefix)
+            self._check_cached_dataset(eval_dataset, metric_key_prefix, check_columns(eval_dataset, metric_key_prefix))
         return super().evaluate(
             eval_dataset=eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
         )
@@ -427,7 +429,7 @@ class OfflineDistillationTrainer(SFTTrainer):
             and not self.args.average_tokens_across_devices
         ):
             num_items_in_batch = torch.as_tensor(num_items_in_batch, device=device)
-            num_items_in_batch = self.accelerator.reduce(num_items_in_batch, reduction="sum") / self.get_tp_size()
+            num_items_in_batch = self.accelerator.reduce(num_items_in_batch, reduction="sum")
         return batch_samples, num_items_in_batch
 
     def _prepare_inputs(self, inputs):
