@@ -628,3 +628,18 @@ def test_reporting_integrations_get_every_metric_as_a_number(tmp_path, cached):
         for name in ("teacher_agreement", "captured_mass", "student_mass"):
             assert 0.0 <= logs[prefix + name] <= 1.0
     assert {"tokens_per_second", "data_wait", "peak_memory_gb"} <= seen[0].keys()
+
+
+def test_resume_from_a_checkpoint_of_sft(tmp_path, rows, cached):
+    """A student that was fine-tuned halfway is distilled from there."""
+    arguments = config(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=1)
+    SFTTrainer(
+        tiny_model(),
+        SFTConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(SFTConfig) if f.init}),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny_tokenizer(),
+    ).train()
+    trainer = make_trainer(tmp_path, tiny_model(), cached, per_device_train_batch_size=1)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+    assert "kd_loss" in trainer.state.log_history[-2]
