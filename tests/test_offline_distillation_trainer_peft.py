@@ -234,7 +234,9 @@ def test_what_trains_is_printed_once(tmp_path, cached, capsys):
     count = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in trainer.model.parameters())
     assert len(printed) == 1
-    assert f"Training {count:,} of {total:,} parameters ({count / total:.3%})" in printed[0]
+    assert (
+        f"Training {count:,} of {total:,} parameters ({count / total:.3%}; weights 2.8e-05 GB float32)" in printed[0]
+    )
     assert printed[0].endswith(": lm_head x 1, q_proj x 2")
     assert "its own head code" in trainer.head_description
     make_trainer(tmp_path, tiny_model(), cached)

@@ -120,8 +120,10 @@ class OfflineDistillationTrainer(SFTTrainer):
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             See [`~trl.SFTTrainer`].
         peft_config ([`~peft.PeftConfig`], *optional*):
-            PEFT configuration that wraps the student. Adapters on the output head are trained too. Prompt learning is
-            refused.
+            PEFT configuration that wraps the student. Adapters on the output head are trained too. Experts that are one
+            fused parameter (gpt-oss, Qwen3-MoE) are no modules: name them in `target_parameters`, as
+            `["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`. A target that matches nothing is an error. Prompt
+            learning is refused.
         formatting_func (`Callable`, *optional*):
             Refused: the rows were formatted and tokenised when the teacher was captured.
     """
@@ -299,9 +301,15 @@ class OfflineDistillationTrainer(SFTTrainer):
                 path = path if path != name else name.rpartition(".")[0]
                 modules[path.rpartition(".")[2]].add(path)
             share = sum(total[name] for name in trained) / sum(total.values())
+            # A quantised student that was unpacked on loading shows here
+            stored = defaultdict(int)
+            for name, p in self.model.named_parameters():
+                stored[str(p.dtype).removeprefix("torch.")] += total[name] * p.element_size()
+            weights = " + ".join(f"{size / 1e9:.3g} GB {dtype}" for dtype, size in sorted(stored.items()))
             self.accelerator.print(
                 f"Training {sum(total[name] for name in trained):,} of {sum(total.values()):,} parameters "
-                f"({share:.3%}): " + ", ".join(f"{module} x {len(paths)}" for module, paths in sorted(modules.items()))
+                f"({share:.3%}; weights {weights}): "
+                + ", ".join(f"{module} x {len(paths)}" for module, paths in sorted(modules.items()))
             )
 
     def _check_peft_targets(self) -> None:
