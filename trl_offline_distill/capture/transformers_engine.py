@@ -385,8 +385,8 @@ def _model_name(config: Any) -> str:
 def _parameter_fingerprint(model: torch.nn.Module) -> str:
     """Changes when any parameter or buffer changes.
 
-    The bits of a tensor, as a table of int32, are reduced to exact sums of its rows and of its columns where the tensor
-    lies: one changed, moved or swapped entry changes one of them, at the speed of memory.
+    The bits of a tensor, as a table of int32, are reduced to exact sums of its rows and of its columns where the
+    tensor lies: one changed, moved or swapped entry changes one of them, at the speed of memory.
     """
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
