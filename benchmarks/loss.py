@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
+
 # Read when TRL imports what it calls experimental
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -668,7 +669,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--hidden_size", type=int, default=1024)
     parser.add_argument("--vocab_size", type=int, default=65_536)
     parser.add_argument("--top_k", type=int, default=100)
