@@ -39,6 +39,11 @@ $(VENV)/.demo: $(VENV)/.installed
 	$(VENV)/bin/pip install -q --no-deps $(DEMO_MATERIAL)
 	@touch $@
 
+# What the loss is measured against. Their own dependencies would bring another torch or triton.
+$(VENV)/.peers: $(VENV)/.test
+	$(VENV)/bin/pip install -q --no-deps liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+	@touch $@
+
 demo: $(VENV)/.demo
 	$(VENV)/bin/trl-offline-distill demo $(DEMO_ARGS)
 
@@ -78,10 +83,10 @@ test-wheel: dist
 test-vllm:
 	PYTHON=$(PYTHON) TORCH=$(TORCH) scripts/test_vllm.sh
 
-bench: $(VENV)/.demo
+bench: $(VENV)/.demo $(VENV)/.peers
 	$(VENV)/bin/python benchmarks/run_all.py
 
-bench-gpu: $(VENV)/.installed
+bench-gpu: $(VENV)/.peers
 	$(VENV)/bin/python benchmarks/gpu.py --output_dir benchmarks/results
 
 lint: $(VENV)/.installed
