@@ -120,8 +120,8 @@ class OfflineDistillationTrainer(SFTTrainer):
         quantization_config ([`~transformers.BitsAndBytesConfig`], *optional*):
             See [`~trl.SFTTrainer`].
         peft_config ([`~peft.PeftConfig`], *optional*):
-            PEFT configuration that wraps the student. Adapters on the output head are trained too. Experts that are one
-            fused parameter (gpt-oss, Qwen3-MoE) are no modules: name them in `target_parameters`, as
+            PEFT configuration that wraps the student. Adapters on the output head are trained too. Experts that are
+            one fused parameter (gpt-oss, Qwen3-MoE) are no modules: name them in `target_parameters`, as
             `["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`. A target that matches nothing is an error. Prompt
             learning is refused.
         formatting_func (`Callable`, *optional*):

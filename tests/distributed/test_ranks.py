@@ -3,6 +3,7 @@ Two processes over gloo equal one process on the union of their batches, which h
 trained tokens. A rank without trained tokens must not hang the other.
 """
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -29,7 +30,7 @@ DDP = ("plain", "means of ranks", "accumulated", "streamed", "flattened", "adapt
 SHARDED = ("plain", "accumulated", "tied", "recompute", "adapter", "evaluated in training")
 
 
-def launch(group: str, world: int, folder: Path) -> dict:
+def launch(group: str, world: int, folder: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,23 +61,28 @@ def launch(group: str, world: int, folder: Path) -> dict:
             process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
-    return torch.load(folder / f"{group}-{world}.pt", weights_only=False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results(tmp_path_factory):
-    """Results of each group and number of processes, run when first asked for."""
-    folder, known = tmp_path_factory.mktemp("ranks"), {}
+    """Results of each group and number of processes, run when first asked for, once for all test processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "ranks"
+    folder.mkdir(exist_ok=True)
 
     def ask(group: str, world: int) -> dict:
-        if (group, world) not in known:
-            try:
-                known[group, world] = launch(group, world, folder)
-            except AssertionError as error:  # not launched again by the next test
-                known[group, world] = error
-        if isinstance(known[group, world], AssertionError):
-            raise known[group, world]
-        return known[group, world]
+        done, failed = folder / f"{group}-{world}.pt", folder / f"{group}-{world}.failed"
+        with open(folder / f"{group}-{world}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists() and not failed.exists():
+                try:
+                    launch(group, world, folder)
+                except (AssertionError, subprocess.TimeoutExpired) as error:  # not launched again by the next test
+                    failed.write_text(str(error))
+        assert not failed.exists(), failed.read_text()
+        return torch.load(done, weights_only=False)
 
     ask.folder = folder
     return ask
