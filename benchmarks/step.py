@@ -13,6 +13,7 @@ count.
 
 import argparse
 import json
+import sys
 import tempfile
 from dataclasses import fields
 from datetime import date
@@ -196,7 +197,7 @@ def draw(results: dict[str, dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="times every variant is run, in turn")
     parser.add_argument("--steps", type=int, default=5, help="steps of one run; the first does not count")
@@ -208,7 +209,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.run:
         print(json.dumps(run_variant(arguments.run, arguments.steps, arguments.workers)))
-        return
+        return 0
     results: dict[str, dict] = {}
     for number in range(arguments.rounds):
         for variant in arguments.variants:
@@ -234,7 +235,8 @@ def main() -> None:
     (arguments.output_dir / "step.md").write_text(table)
     (arguments.output_dir / "step.json").write_text(json.dumps({"device": device, "results": results}, indent=1))
     draw(results, arguments.output_dir / "step.png")
+    return int("| missed |" in table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
