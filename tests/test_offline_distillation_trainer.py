@@ -476,6 +476,28 @@ def test_temperature_with_cached_tails_is_the_dense_one(tmp_path, teacher):
     assert losses_of(trainer) == pytest.approx([expected.item()], abs=2e-2)
 
 
+def test_a_temperature_beyond_what_is_cached_is_refused(tmp_path, teacher):
+    cache = cached_dataset(token_rows([6, 6]), teacher, tail_temperatures=(2.0,))
+    with pytest.raises(ValueError, match=r"`temperature=0.5` needs the tail's normaliser.*2.0"):
+        make_trainer(tmp_path, tiny_model(), cache, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"divergence": "reverse_kl"}, "divergence='reverse_kl'"),
+        ({"divergence": "generalized_jsd", "beta": 0.5}, "divergence='generalized_jsd'"),
+        ({"temperature": 2.0, "tail": "renormalize"}, "temperature=2.0"),
+        ({"kd_top_k": 3}, "kd_top_k=3"),
+    ],
+)
+def test_a_sampled_cache_serves_the_forward_kl_only(tmp_path, teacher, options, name):
+    cache = cached_dataset(token_rows([6, 6]), teacher, layout="sampled")
+    make_trainer(tmp_path, tiny_model(), cache)
+    with pytest.raises(ValueError, match=rf"`{name}` cannot be used with the cache of 'org/teacher'"):
+        make_trainer(tmp_path, tiny_model(), cache, **options)
+
+
 # ---- Saving ----
 
 

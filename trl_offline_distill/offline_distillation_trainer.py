@@ -25,6 +25,7 @@ from ._compat import count_next_token_labels, sft_trainer_without_head_adapter_c
 from .cached_dataset import StudentLimits, check_columns, check_rows, prepare_cached_dataset
 from .data_collator import DataCollatorForOfflineDistillation
 from .loss.head import SUMS, add_distillation_head
+from .loss.outcomes import check_temperature
 from .offline_distillation_config import OfflineDistillationConfig
 from .teacher_cache.manifest import TeacherManifest
 
@@ -228,6 +229,9 @@ class OfflineDistillationTrainer(SFTTrainer):
                     f"the same in every cache; there is none ({cached}). Capture with `tail_temperatures`, set "
                     "`tail='renormalize'`, or leave `temperature` at 1."
                 )
+            vocab_size = max(manifest.vocab_size for manifest in self.teacher_manifests)
+            check_temperature(args.temperature, args.tail, self._tail_temperatures, vocab_size)
+        self._check_sampled_caches()
         if data_collator is None:
             # SFTTrainer refuses a collator of ours together with padding-free batches, so it made its own
             sft_collator = self.data_collator
@@ -353,6 +357,23 @@ class OfflineDistillationTrainer(SFTTrainer):
         # `out_features` holds where the weight itself is sharded, packed or wrapped
         rows = getattr(base_model.get_output_embeddings(), "out_features", None)
         return base_model.config.get_text_config().vocab_size if rows is None else rows
+
+    def _check_sampled_caches(self) -> None:
+        """A sampled support estimates the teacher without bias in what is linear in it: the forward KL as cached."""
+        args = self.args
+        sampled = [manifest.teacher for manifest in self.teacher_manifests if manifest.layout == "sampled"]
+        forward = args.divergence == "forward_kl" or (args.divergence == "generalized_jsd" and args.beta == 0.0)
+        for name, value, fine in (
+            ("divergence", args.divergence, forward),
+            ("temperature", args.temperature, args.temperature == 1.0),
+            ("kd_top_k", args.kd_top_k, args.kd_top_k is None),
+        ):
+            if sampled and not fine:
+                raise ValueError(
+                    f"`{name}={value!r}` cannot be used with the cache of {sampled[0]!r}, whose layout is 'sampled': "
+                    "random draws stand for the teacher only in `divergence='forward_kl'` at `temperature=1.0` with "
+                    f"all draws kept. Change `{name}`, or use a cache of another layout."
+                )
 
     def _check_cached_dataset(self, dataset: Dataset | IterableDataset, name: str, first: dict[str, Any]) -> None:
         """Compares every manifest and every row with the student; of what cannot be read at once, the `first` row."""
