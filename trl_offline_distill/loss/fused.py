@@ -160,18 +160,21 @@ class TorchKernels:
     def reduce_tail(self, tile: Tensor, transform: LogitTransform, temperature: float) -> TailStats:
         n, dtype = tile.shape[0], stats_dtype(tile.dtype)
         maximum, lse, tempered, entropy = tile.new_empty((4, n), dtype=dtype)
-        for rows in self._slices(tile):
+        slices = list(self._slices(tile))
+        # Made once: on CPU, memory that comes back from the system with each slice costs more than the exponentials
+        buffers = tile.new_empty((2, slices[0].stop if n else 0, tile.shape[1]), dtype=dtype)
+        for rows in slices:
             logits = self._logits(tile[rows], transform)
             top = logits.amax(-1)
             empty = top <= LOG_ZERO / 2
             shift = torch.where(empty, 0.0, top)[:, None]
-            shifted = logits - shift
-            weights = shifted.exp()
+            shifted = torch.sub(logits, shift, out=buffers[0, : len(logits)])
+            weights = torch.exp(shifted, out=buffers[1, : len(logits)])
             total = weights.sum(-1)
             log_total = total.log()
             maximum[rows] = torch.where(empty, LOG_ZERO, top)
             lse[rows] = log_total + shift[:, 0]
-            mean = weights.mul_(shifted).sum(-1) / total
+            mean = torch.linalg.vecdot(weights, shifted) / total
             entropy[rows] = torch.where(empty, 0.0, log_total - mean)
             if temperature != 1.0:
                 weights = torch.mul(shifted, 1.0 / temperature, out=weights).exp_()
@@ -239,8 +242,17 @@ def _kernels(backend: str) -> Kernels:
     return TorchKernels()
 
 
+# Columns of a projection that are computed at once on CPU: the rows of the head behind them stay in cache while they
+# are packed, which otherwise costs a quarter of the product of a small chunk
+CPU_COLUMNS = 1024
+
+
 def _matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """`out = a @ b` with fp32 accumulation and a single rounding, to `out`'s dtype."""
+    if a.dtype == out.dtype == torch.float32 and a.device.type == "cpu":
+        for columns in zip(b.split(CPU_COLUMNS, 1), out.split(CPU_COLUMNS, 1), strict=True):
+            torch.mm(a, columns[0], out=columns[1])
+        return out
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda":
