@@ -504,11 +504,19 @@ def measure_cost(args: DemoArguments, *, teacher_resident: bool) -> dict:
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     else:
-        import resource
-
-        # Linux counts in KiB, macOS in bytes.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = _peak_process_bytes()
     return {"seconds": seconds, "peak_bytes": peak}
+
+
+def _peak_process_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not `ru_maxrss`, which on Linux starts from the peak of the process that started this one.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _score(teacher: "PreTrainedModel", inputs: dict, top_k: int) -> dict:
