@@ -2,6 +2,8 @@ import importlib.util
 import json
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,6 +116,15 @@ def test_held_out_metrics_are_perplexity_and_full_kl():
     assert measured["teacher"] == {
         "perplexity": pytest.approx(math.exp(-log_p.gather(1, labels).mean()), rel=1e-5), "kl": 0.0, "tokens": 4
     }  # fmt: skip
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is guarded against is Linux's")
+def test_the_peak_of_a_process_is_its_own():
+    # This process is far above it.
+    code = "from trl_offline_distill.demo import _peak_process_bytes; print(_peak_process_bytes())"
+    held = torch.ones(40_000_000)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1e6 < int(done.stdout) < held.nbytes
 
 
 def test_no_held_out_text_is_trained_on():
