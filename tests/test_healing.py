@@ -16,10 +16,16 @@ from transformers import (
 from trl_offline_distill import drop_layers
 
 
-SIZES = dict(
-    vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-    max_position_embeddings=64, pad_token_id=0,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, num_hidden_layers=6),
     "qwen2": Qwen2Config(**SIZES, num_hidden_layers=6, use_sliding_window=True, sliding_window=4, max_window_layers=3),
@@ -31,7 +37,7 @@ FAMILIES = {
         num_experts_per_tok=2,
         moe_intermediate_size=8,
         mlp_only_layers=[0, 4],
-    ),  # fmt: skip
+    ),
     "gpt_oss": GptOssConfig(
         **SIZES, num_hidden_layers=6, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
     ),

@@ -21,7 +21,7 @@ def prepare_sft_dataset(
     num_proc,
     formatting_func,
 ):
-    """Runs SFTTrainer's preparation without a trainer: a `Dataset` with `input_ids` and `labels`, other columns kept."""
+    """SFTTrainer's preparation without a trainer: a `Dataset` with `input_ids` and `labels`, other columns kept."""
     from types import SimpleNamespace
 
     from trl import SFTTrainer
@@ -86,8 +86,8 @@ def count_next_token_labels(trainer):
 def hub_request_errors() -> tuple[type[BaseException], ...]:
     """What a failed request to the Hub raises, connection errors included.
 
-    `huggingface_hub` moved from requests to httpx and then to httpx2; its own error derives from the client's base class,
-    which covers timeouts and broken connections. Retired by a public base class of `huggingface_hub` for both.
+    `huggingface_hub` moved from requests to httpx and then to httpx2; its own error derives from the client's base
+    class, which covers timeouts and broken connections. Retired by a public base class of `huggingface_hub` for both.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
