@@ -32,6 +32,7 @@ from ..teacher_cache.codecs import (
     id_bits,
     select_support,
 )
+from ..teacher_cache.columns import FEATURES
 from ..teacher_cache.hub import HubUpload
 from ..teacher_cache.manifest import TeacherManifest, chat_template_hash, tokenizer_fingerprint
 from ..teacher_cache.statistics import CacheStatistics
@@ -39,7 +40,7 @@ from ..teacher_cache.topk import TeacherTopK
 from .engine import GenerationOptions, RowTooLongError, ScoreRequest, TeacherEngine, TokenRow
 from .processes import process_state
 from .server_engine import ServerTeacher
-from .shards import FEATURES, CachedRow, ShardPlan, ShardStore, canonical_json, plan_shards
+from .shards import CachedRow, ShardPlan, ShardStore, canonical_json, plan_shards
 from .tokenize import SOURCE_ROW, TokenizedDataset, tokenize_dataset
 from .transformers_engine import TransformersTeacher
 from .vllm_engine import VLLMTeacher

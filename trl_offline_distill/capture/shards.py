@@ -23,17 +23,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Features, List, Value
+
+from ..teacher_cache.columns import FEATURES
 
 
-FEATURES = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "labels": List(Value("int32")),
-        "teacher_topk": List(Value("large_binary")),
-        "teacher_manifest": Value("string"),
-    }
-)
 # Readers load whole row groups; the Hub's viewer and streaming stop working well above 100 MB.
 ROW_GROUP_BYTES = 64 * 2**20
 # List columns have 32-bit offsets.

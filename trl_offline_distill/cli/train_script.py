@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict, IterableDatasetDict
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
     from trl_offline_distill import OfflineDistillationConfig
@@ -25,10 +25,14 @@ def make_parser() -> "TrlParser":
     )
 
 
-def load_cached(script: "ScriptArguments", mixture: "DatasetMixtureConfig") -> "DatasetDict | IterableDatasetDict":
-    """The cached dataset: a Hub name, a folder of Parquet files, or a folder written by `save_to_disk`."""
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+def load_cached(
+    script: "ScriptArguments", mixture: "DatasetMixtureConfig"
+) -> "DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]":
+    """The cached dataset, by split: a Hub name, a folder of Parquet files, or a folder written by `save_to_disk`."""
+    from datasets import Dataset, DatasetDict, get_dataset_split_names, load_from_disk
     from trl import get_dataset
+
+    from trl_offline_distill.teacher_cache.hub import load_cache
 
     if bool(script.dataset_name) == bool(mixture.datasets):
         raise ValueError("Name the cached dataset by `dataset_name` or by `datasets`: exactly one of them.")
@@ -38,7 +42,10 @@ def load_cached(script: "ScriptArguments", mixture: "DatasetMixtureConfig") -> "
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         loaded = load_from_disk(script.dataset_name)
         return DatasetDict({script.dataset_train_split: loaded}) if isinstance(loaded, Dataset) else loaded
-    return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    return {
+        split: load_cache(script.dataset_name, script.dataset_config, split=split, streaming=script.dataset_streaming)
+        for split in get_dataset_split_names(script.dataset_name, script.dataset_config)
+    }
 
 
 def dequantisation(model: "ModelConfig", trust_remote_code: bool) -> object | None:
