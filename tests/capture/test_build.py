@@ -21,10 +21,11 @@ from tiny_teachers import CHAT_TEMPLATE, make_teacher, make_tokenizer, reference
 from trl_offline_distill import build_distillation_dataset, decode_topk
 from trl_offline_distill.capture import build, shards
 from trl_offline_distill.capture.engine import RowTooLongError, ScoreRequest, TeacherDescription
-from trl_offline_distill.capture.shards import FEATURES, CachedRow, plan_shards, row_groups, write_parquet
+from trl_offline_distill.capture.shards import CachedRow, plan_shards, row_groups, write_parquet
 from trl_offline_distill.capture.transformers_engine import TransformersTeacher
 from trl_offline_distill.teacher_cache import TeacherManifest, TeacherTopK
 from trl_offline_distill.teacher_cache.codecs import LAYOUTS, MinMassLayout
+from trl_offline_distill.teacher_cache.columns import FEATURES
 
 
 # A few rows.
