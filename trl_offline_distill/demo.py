@@ -55,7 +55,7 @@ class DemoArguments:
             Candidates cached for each token.
         drop_layers (`list[int]`, *optional*):
             Layers the student loses. By default every layer of the second half but the last ones, half of all.
-        max_steps (`int`, *optional*, defaults to `40`):
+        max_steps (`int`, *optional*, defaults to `32`):
             Optimizer steps of each of the two trainings.
         batch_rows (`int`, *optional*, defaults to `4`):
             Rows a step.
@@ -96,7 +96,7 @@ class DemoArguments:
         default=None,
         metadata={"help": "Layers the student loses. By default half of them, from the middle towards the end."},
     )
-    max_steps: int = field(default=40, metadata={"help": "Optimizer steps of each of the two trainings."})
+    max_steps: int = field(default=32, metadata={"help": "Optimizer steps of each of the two trainings."})
     batch_rows: int = field(default=4, metadata={"help": "Rows a step."})
     row_tokens: int = field(default=128, metadata={"help": "Tokens a row."})
     held_out_rows: int = field(
