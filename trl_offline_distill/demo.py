@@ -472,7 +472,7 @@ def measure_cost(args: DemoArguments, *, teacher_resident: bool) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     from .offline_distillation_config import OfflineDistillationConfig
-    from .offline_distillation_trainer import OfflineDistillationTrainer
+    from .offline_distillation_trainer import OfflineDistillationTrainer, peak_memory_bytes
 
     folder = Path(args.output_dir)
     ends = []
@@ -501,22 +501,8 @@ def measure_cost(args: DemoArguments, *, teacher_resident: bool) -> dict:
     trainer.train()
     shutil.rmtree(folder / "cost.checkpoints", ignore_errors=True)
     seconds = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends[1:]))
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = _peak_process_bytes()
+    peak = peak_memory_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {"seconds": seconds, "peak_bytes": peak}
-
-
-def _peak_process_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Not `ru_maxrss`, which on Linux starts from the peak of the process that started this one.
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _score(teacher: "PreTrainedModel", inputs: dict, top_k: int) -> dict:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -671,7 +672,7 @@ class OfflineDistillationTrainer(SFTTrainer):
             metrics["tokens_per_second"] = (tokens - self._last_log[1]) / elapsed
             metrics["data_wait"] = sums["wait_s"] / self.accelerator.num_processes / elapsed
         self._last_log = (now, tokens)
-        peak = _peak_memory_bytes(self.accelerator.device)
+        peak = peak_memory_bytes(self.accelerator.device)
         if peak is not None:
             metrics["peak_memory_gb"] = peak / 1e9
         if self.args.kd_weight_schedule != "constant" or self.args.ce_weight_schedule != "constant":
@@ -785,13 +786,17 @@ def highest_entropy_positions(
     return selected.view_as(trained)
 
 
-def _peak_memory_bytes(device: torch.device) -> int | None:
+def peak_memory_bytes(device: torch.device) -> int | None:
     """Highest memory of this process so far: allocated on the accelerator, or resident on a CPU. `None` if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not `ru_maxrss`, which on Linux starts from the peak of the process that started this one
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     if sys.platform == "win32":
         return None
     import resource  # not on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
