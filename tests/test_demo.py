@@ -121,8 +121,11 @@ def test_held_out_metrics_are_perplexity_and_full_kl():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is guarded against is Linux's")
 def test_the_peak_of_a_process_is_its_own():
     # This process is far above it.
-    code = "from trl_offline_distill.demo import _peak_process_bytes; print(_peak_process_bytes())"
-    held = torch.ones(40_000_000)
+    code = (
+        "import torch; from trl_offline_distill.offline_distillation_trainer import peak_memory_bytes; "
+        "print(peak_memory_bytes(torch.device('cpu')))"
+    )
+    held = torch.ones(500_000_000)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 1e6 < int(done.stdout) < held.nbytes
 
