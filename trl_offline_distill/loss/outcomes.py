@@ -47,8 +47,8 @@ def tail_normalizer(teacher: "TeacherTopK", temperature: float) -> Tensor:
 
     Between cached temperatures it is interpolated in `1 / T` by the polynomial through all of them, with the anchor
     `log(V - K)` at `1 / T = 0` where the vocabulary size is known: the function is smooth and convex there. Cached at
-    1.25, 2 and 4, the tail's mass is off by less than 0.004 for T from 1.25 to 8 (SmolLM2-135M on English prose); at 2
-    and 4 only, by up to 0.012.
+    1.25, 2 and 4, the tail's mass was off by at most 0.0041 (mean 0.0009) for T from 1.25 to 8, over 1,536 positions
+    of three English speeches under SmolLM2-135M; at 2 and 4 only, by up to 0.012 over 512 of them.
     """
     if temperature == 1.0:
         return teacher.log_tail
