@@ -261,7 +261,7 @@ def draw(timings: list[Timing], memory: list[dict], path: Path, title: str) -> N
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=256, help="few rows measure the start of the workers")
     parser.add_argument("--length", type=int, default=1024, help="tokens a row")
     parser.add_argument("--top_k", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)

@@ -160,6 +160,7 @@ def draw(results: dict[str, dict], path: Path) -> None:
     for (way, r), style, width in zip(results.items(), styles, (5, 3.5, 2.2, 1.2), strict=True):
         axes[2].plot(range(1, len(r["losses"]) + 1), r["losses"], style, linewidth=width, label=way)
     axes[2].set_xlabel("step")
+    axes[2].xaxis.get_major_locator().set_params(integer=True)
     axes[2].set_ylabel("training loss (nats a token)")
     axes[2].legend(frameon=False, fontsize=8)
     for axis in axes:

@@ -9,8 +9,10 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, load_dataset, load_from_disk
+from mxfp4 import save_tiny_gpt_oss
+from safetensors.torch import load_file
 from tiny_teachers import make_teacher, make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, set_seed
 
 from trl_offline_distill import build_distillation_dataset
 from trl_offline_distill.cli import COMMANDS, main, redact
@@ -167,18 +169,68 @@ def test_a_mixture_of_datasets_is_built(folder, tmp_path, capsys):
     assert "the mixture has the splits train" in capsys.readouterr().err
 
 
-def test_only_an_mxfp4_student_is_dequantised(folder, tmp_path):
-    from transformers import AutoConfig
+@pytest.fixture(scope="module")
+def mxfp4(folder):
+    save_tiny_gpt_oss(folder / "mxfp4", vocab_size=len(make_tokenizer()))
+    make_tokenizer().save_pretrained(folder / "mxfp4")
+    return folder / "mxfp4"
+
+
+def test_the_mxfp4_checkpoint_of_these_tests_holds_what_it_should(mxfp4):
+    packed = load_file(mxfp4 / "model.safetensors")
+    assert packed["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape == (4, 64, 1, 16)
+    set_seed(0)
+    config = AutoConfig.from_pretrained(mxfp4)
+    del config.quantization_config
+    exact = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).model.layers[0].mlp.experts
+    found = AutoModelForCausalLM.from_pretrained(mxfp4, quantization_config=Mxfp4Config(dequantize=True))
+    for name in ("gate_up_proj", "down_proj"):
+        weight, stored = getattr(exact, name).float(), getattr(found.model.layers[0].mlp.experts, name).float()
+        assert 0 < (stored - weight).norm() / weight.norm() < 0.15  # as four bits can
+
+
+def test_only_an_mxfp4_student_is_dequantised(folder, mxfp4):
     from trl import ModelConfig
 
     from trl_offline_distill.cli.train_script import dequantisation
 
     assert dequantisation(ModelConfig(model_name_or_path=str(folder / "student")), False) is None
-    config = AutoConfig.from_pretrained(folder / "student")
-    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    config.save_pretrained(tmp_path)
-    found = dequantisation(ModelConfig(model_name_or_path=str(tmp_path)), False)
+    found = dequantisation(ModelConfig(model_name_or_path=str(mxfp4)), False)
     assert (type(found).__name__, found.dequantize) == ("Mxfp4Config", True)
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ({}, "(100.000%; weights 4.1e-05 GB bfloat16): everything"),
+        (
+            {
+                "use_peft": True,
+                "lora_r": 2,
+                "lora_target_modules": ["q_proj"],
+                "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            },
+            "experts x 2, q_proj x 2",
+        ),
+    ],
+    ids=["full", "lora"],
+)
+def test_an_mxfp4_teacher_teaches_and_an_mxfp4_student_learns(
+    mxfp4, folder, tmp_path, monkeypatch, capsys, options, printed
+):
+    assert main(["build", "--teacher", str(mxfp4), "--dataset_name", str(folder / "texts"), "--top_k", "5",
+                 "--output_dir", str(tmp_path / "cache")]) == 0  # fmt: skip
+    config = train_config(mxfp4.parent, tmp_path / "cache", tmp_path / "out", model_name_or_path=str(mxfp4), **options)
+    assert run_script(monkeypatch, tmp_path, config) == 0
+    out = capsys.readouterr().out
+    assert printed in next(line for line in out.splitlines() if line.startswith("Training "))
+    assert "The MXFP4 student was dequantised" in out
+    assert (tmp_path / "out" / ("adapter_model.safetensors" if options else "model.safetensors")).exists()
+    # A name that matches no parameter stops the run before its first step.
+    if options:
+        config["lora_target_parameters"] = ["mlp.experts.up_proj"]
+        assert run_script(monkeypatch, tmp_path, config) == 1
+        assert "up_proj" in capsys.readouterr().err
 
 
 def run_script(monkeypatch, tmp_path, config: dict) -> int:

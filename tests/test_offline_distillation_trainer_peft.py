@@ -239,8 +239,10 @@ def test_what_trains_is_printed_once(tmp_path, cached, capsys):
     )
     assert printed[0].endswith(": lm_head x 1, q_proj x 2")
     assert "its own head code" in trainer.head_description
-    make_trainer(tmp_path, tiny_model(), cached)
-    assert "Training" not in capsys.readouterr().out
+    trainer = make_trainer(tmp_path, tiny_model(), cached)
+    count = sum(p.numel() for p in trainer.model.parameters())
+    assert f"Training {count:,} of {count:,} parameters (100.000%; weights " in (out := capsys.readouterr().out)
+    assert out.rstrip().endswith("GB float32): everything")
 
 
 @pytest.mark.parametrize(

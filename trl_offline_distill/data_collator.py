@@ -46,10 +46,13 @@ class DataCollatorForOfflineDistillation(DataCollatorForLanguageModeling):
         tail_temperatures (`tuple[float, ...]`, *optional*):
             The extra temperatures to return, one column each; every trained row must hold them. By default those that
             all rows of the batch hold.
+        return_example_ids (`bool`):
+            Return `example_ids` (`[B, S]` int64): which example of the batch a token comes from. Flattening hides it.
     """
 
     top_k: int | None = None
     tail_temperatures: tuple[float, ...] | None = None
+    return_example_ids: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
@@ -75,6 +78,9 @@ class DataCollatorForOfflineDistillation(DataCollatorForLanguageModeling):
                 labels.view(-1)[torch.from_numpy(starts)] = -100
         trained = torch.zeros_like(labels, dtype=torch.bool)
         trained[:, :-1] = labels[:, 1:] != -100
+        if self.return_example_ids:
+            places = np.searchsorted(offsets, np.arange(labels.numel()), side="right") - 1
+            batch["example_ids"] = torch.from_numpy(places).view_as(labels)
         return batch | self._teacher_rows(columns, offsets, trained)
 
     def _teacher_rows(self, columns: list[Sequence[bytes]], offsets: np.ndarray, trained: Tensor) -> dict[str, Tensor]:

@@ -248,6 +248,8 @@ class OfflineDistillationTrainer(SFTTrainer):
         packed_evaluation = args.packing if args.eval_packing is None else args.eval_packing
         if data_collator is None and packed_evaluation and args.packing_strategy != "wrapped":
             self._eval_collator = replace(self.data_collator, padding_free=True)
+        if data_collator is None and self.accelerator.num_processes > 1:
+            self._eval_collator = replace(self._eval_collator, return_example_ids=True)
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._check_sharded_head(base_model)
@@ -288,7 +290,7 @@ class OfflineDistillationTrainer(SFTTrainer):
                 )
 
     def _report_trained_parameters(self) -> None:
-        """Says once what trains, where that is not simply everything, and refuses targets that match nothing."""
+        """Says once what trains, and refuses targets that match nothing."""
         if is_peft_model(self.model):
             self._check_peft_targets()
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -298,6 +300,13 @@ class OfflineDistillationTrainer(SFTTrainer):
                 "`peft_config`, or load the adapter with `is_trainable=True`."
             )
         total = {name: getattr(p, "ds_numel", p.numel()) for name, p in self.model.named_parameters()}
+        share = sum(total[name] for name in trained) / sum(total.values())
+        # A quantised student that was unpacked on loading shows here
+        stored = defaultdict(int)
+        for name, p in self.model.named_parameters():
+            stored[str(p.dtype).removeprefix("torch.")] += total[name] * p.element_size()
+        weights = " + ".join(f"{size / 1e9:.3g} GB {dtype}" for dtype, size in sorted(stored.items()))
+        what = "everything"
         if len(trained) < len(total):
             modules = defaultdict(set)
             for name in trained:
@@ -305,17 +314,11 @@ class OfflineDistillationTrainer(SFTTrainer):
                 path = re.split(r"\.(?:lora_\w+|modules_to_save|original_module)\.", name)[0]
                 path = path if path != name else name.rpartition(".")[0]
                 modules[path.rpartition(".")[2]].add(path)
-            share = sum(total[name] for name in trained) / sum(total.values())
-            # A quantised student that was unpacked on loading shows here
-            stored = defaultdict(int)
-            for name, p in self.model.named_parameters():
-                stored[str(p.dtype).removeprefix("torch.")] += total[name] * p.element_size()
-            weights = " + ".join(f"{size / 1e9:.3g} GB {dtype}" for dtype, size in sorted(stored.items()))
-            self.accelerator.print(
-                f"Training {sum(total[name] for name in trained):,} of {sum(total.values()):,} parameters "
-                f"({share:.3%}; weights {weights}): "
-                + ", ".join(f"{module} x {len(paths)}" for module, paths in sorted(modules.items()))
-            )
+            what = ", ".join(f"{module} x {len(paths)}" for module, paths in sorted(modules.items()))
+        self.accelerator.print(
+            f"Training {sum(total[name] for name in trained):,} of {sum(total.values()):,} parameters "
+            f"({share:.3%}; weights {weights}): {what}"
+        )
 
     def _check_peft_targets(self) -> None:
         names = [name for name, _ in self.model.get_base_model().named_modules()]
@@ -589,16 +592,14 @@ class OfflineDistillationTrainer(SFTTrainer):
         On several ranks the last evaluation batch is filled up with rows from the beginning. They count for nothing:
         their labels become -100.
         """
+        inputs, labels = dict(inputs), inputs["labels"]
+        # A collator of the user's own need not tell rows of the data set apart, if it does not flatten them
+        rows = inputs.pop("example_ids", torch.arange(labels.size(0), device=labels.device)[:, None])
         state = self.accelerator.gradient_state
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return inputs
-        real = state.remainder - self.accelerator.process_index * self.args.eval_batch_size  # rows of this rank
-        labels = inputs["labels"]
-        if "position_ids" in inputs:
-            row = (inputs["position_ids"] == 0).cumsum(-1) - 1
-        else:
-            row = torch.arange(labels.size(0), device=labels.device)[:, None]
-        return {**inputs, "labels": labels.masked_fill(row >= real, -100)}
+        if self.accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0:
+            real = state.remainder - self.accelerator.process_index * self.args.eval_batch_size  # rows of this rank
+            inputs["labels"] = labels.masked_fill(rows >= real, -100)
+        return inputs
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"

@@ -120,7 +120,18 @@ def evaluated(folder, **overrides):
     trainer = make_trainer(
         folder, student("llama"), cache(), eval_dataset=cache().select([0, 1, 2, 4, 5]), **options(**overrides)
     )
-    return {"metrics": trainer.evaluate()}
+    return {"metrics": trainer.evaluate(), "rows": len(trainer.eval_dataset)}
+
+
+def evaluated_packed(folder):
+    """Three packs of one or two rows, two a rank: the last batch repeats the first pack."""
+    return evaluated(
+        folder,
+        eval_packing=True,
+        max_length=24,
+        per_device_eval_batch_size=4 // WORLD,
+        dataset_kwargs={"skip_prepare_dataset": False},
+    )
 
 
 DDP = {
@@ -135,6 +146,7 @@ DDP = {
     "interrupted": interrupted,
     "evaluated": evaluated,
     "evaluated flat": lambda f: evaluated(f, padding_free=True),
+    "evaluated packed": evaluated_packed,
     "damaged": damaged,
 }
 SHARDED = {

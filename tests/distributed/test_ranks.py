@@ -156,8 +156,9 @@ def test_resume_on_two_ranks(results, group):
     assert two["resumed"]["log"][-1]["num_tokens"] == two["log"][-1]["num_tokens"]
 
 
-@pytest.mark.parametrize("scenario", ["evaluated", "evaluated flat"])
-def test_evaluation_counts_every_row_once(results, scenario):
+@pytest.mark.parametrize(("scenario", "rows"), [("evaluated", 5), ("evaluated flat", 5), ("evaluated packed", 3)])
+def test_evaluation_counts_every_row_once(results, scenario, rows):
+    assert results("ddp", 2)[scenario]["rows"] == rows  # which two ranks share unequally
     assert_same_logs([results("ddp", 2)[scenario]["metrics"]], [results("ddp", 1)[scenario]["metrics"]])
 
 

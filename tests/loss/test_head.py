@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from loss_utils import OBJECTIVES, top_k_of
+from loss_utils import OBJECTIVES, problem, top_k_of
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trl_offline_distill.loss.fused import ModuleHead, run_fused_loss
 from trl_offline_distill.loss.head import add_distillation_head, module_head
 from trl_offline_distill.loss.reference import dense_loss
 
@@ -211,6 +212,37 @@ def test_both_roads_for_every_divergence(family, divergence, beta, tail, backwar
     )
     assert ("kernels on its linear head" if family == "llama" else "its own head code") in sentence
     assert_same(model, divergence=divergence, beta=beta, tail=tail)
+
+
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("divergence", "beta", "tail"), OBJECTIVES)
+def test_gradcheck_of_the_module_road(divergence, beta, tail, temperature, backward):
+    inputs = problem(n=4, hidden_size=3, vocab_size=7, top_k=3)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 7)).double()
+
+    def loss(hidden, *parameters):  # which `gradcheck` moves in place, where the module finds them
+        return run_fused_loss(
+            ModuleHead(module, 7),
+            hidden,
+            parameters,
+            inputs["teacher"],
+            inputs["labels"],
+            divergence=divergence,
+            beta=beta,
+            tail=tail,
+            temperature=temperature,
+            kd_weight=0.6,
+            ce_weight=0.4,
+            num_items=None,
+            chunk_size=3,
+            loss_memory_budget=None,
+            backward=backward,
+            backend="torch",
+        ).loss
+
+    assert torch.autograd.gradcheck(loss, (inputs["hidden_states"], *module.parameters()))
 
 
 def lora(model, **options):

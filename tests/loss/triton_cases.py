@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from loss_utils import OBJECTIVES, leaves, problem, ragged, top_k_of
+from loss_utils import OBJECTIVES, leaves, problem
 
 from trl_offline_distill import fused_distillation_loss
 from trl_offline_distill.loss import fused_triton
@@ -205,33 +205,11 @@ def check(inputs: dict, dtype: torch.dtype, **options) -> None:
 
 
 @pytest.mark.parametrize("backward", SCHEMES)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("divergence", "beta", "tail"), OBJECTIVES)
-def test_end_to_end(divergence, beta, tail, temperature, transform, backward):
-    transform = TRANSFORMS[transform]
-    check(
-        problem(n=5, vocab_size=29, hidden_size=4, dtype=torch.float32),
-        torch.float32,
-        divergence=divergence,
-        beta=beta,
-        tail=tail,
-        temperature=temperature,
-        kd_weight=0.8,
-        ce_weight=0.3,
-        logit_scale=transform.scale,
-        final_logit_softcapping=transform.softcap,
-        backward=backward,
-        chunk_size=3,
-    )
-
-
-@pytest.mark.parametrize("backward", SCHEMES)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-@pytest.mark.parametrize("transform", ["plain", "both"])
-@pytest.mark.parametrize(("divergence", "beta", "tail"), OBJECTIVES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_end_to_end_in_low_precision(dtype, divergence, beta, tail, transform, temperature, backward):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_end_to_end(dtype, divergence, beta, tail, transform, temperature, backward):
     transform = TRANSFORMS[transform]
     check(
         problem(n=5, vocab_size=29, hidden_size=4, dtype=torch.float32),
@@ -293,33 +271,46 @@ def test_a_head_without_gradient():
     assert inputs["lm_head_weight"].grad is None
 
 
-def test_a_head_of_the_models_own():
-    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 29)).to(DEVICE)
-    hidden = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
-    teacher = ragged(top_k_of(torch.randn(5, 29, generator=torch.Generator().manual_seed(1)), 4)).to(DEVICE)
-    results = []
-    for backend in ("triton", "reference"):
+@pytest.mark.parametrize("backward", SCHEMES)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("divergence", "beta", "tail"), OBJECTIVES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_head_of_the_models_own(dtype, divergence, beta, tail, temperature, backward):
+    """Judged as `check` judges: by the dense twin's own error in this dtype."""
+
+    def results(backend: str, kind: torch.dtype) -> list[torch.Tensor]:
+        inputs = on_device(problem(n=5, vocab_size=29, hidden_size=4, dtype=torch.float32))
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 29))
+        module = module.to(dtype).to(DEVICE, kind)  # rounded first: the same numbers in every dtype
+        hidden = inputs["hidden_states"].detach().to(dtype).to(kind).requires_grad_()
         output = run_fused_loss(
             ModuleHead(module, 29),
             hidden,
             tuple(module.parameters()),
-            teacher,
-            None,
-            divergence="forward_kl",
-            beta=None,
-            tail="bucket",
-            temperature=1.0,
-            kd_weight=1.0,
-            ce_weight=0.0,
+            inputs["teacher"],
+            inputs["labels"],
+            divergence=divergence,
+            beta=beta,
+            tail=tail,
+            temperature=temperature,
+            kd_weight=0.8,
+            ce_weight=0.3,
             num_items=None,
-            chunk_size=2,
+            chunk_size=3,
             loss_memory_budget=None,
-            backward="in_forward",
+            backward=backward,
             backend=backend,
         )
-        results.append([output.loss, *torch.autograd.grad(output.loss, [hidden, *module.parameters()])])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        return [output.loss.detach(), *torch.autograd.grad(output.loss, [hidden, *module.parameters()])]
+
+    def errors(found: list[torch.Tensor]) -> list[float]:
+        return [((a.double() - b).norm() / b.norm().clamp(min=1e-3)).item() for a, b in zip(found, exact, strict=True)]
+
+    exact = results("reference", torch.float64)
+    margin = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for ours, dense in zip(errors(results("triton", dtype)), errors(results("reference", dtype)), strict=True):
+        assert ours <= 2 * dense + margin
 
 
 def test_the_kernels_ran(monkeypatch):

@@ -28,11 +28,13 @@ from .shards import file_sha256
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".py")
 # Tile of fp32 logits that one chunk may take: large enough for full GEMM speed, small beside any teacher.
-_TILE_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+_TILE_BYTES = {"cpu": 96 * 2**20, "cuda": 512 * 2**20}
+# Rows of the tile that the passes after the product take at a time: on a CPU, what its caches hold.
+_REDUCED_ROWS = {"cpu": 64}
 # Columns of the tables whose sums are the fingerprint of a tensor.
 _TABLE_COLUMNS = 4096
 # Columns of a block in the top-k search; see `chunk_topk`.
-_BLOCK = 64
+_BLOCK = 32
 
 
 class TransformersTeacher:
@@ -45,7 +47,7 @@ class TransformersTeacher:
         batch_tokens (`int`, *optional*, defaults to `8192`):
             Padded tokens of one forward pass.
         chunk_size (`int`, *optional*):
-            Positions of one pass over the head. Default: as many as fit a 64 MiB (CPU) or 512 MiB (GPU) fp32 tile.
+            Positions of one pass over the head. Default: as many as fit a 96 MiB (CPU) or 512 MiB (GPU) fp32 tile.
         pad_token_id (`int`, *optional*, defaults to `0`):
             Fills short rows on the right; masked, so that any id gives the same signal.
         model_init_kwargs (`dict`, *optional*):
@@ -220,7 +222,9 @@ class TransformersTeacher:
                     row_keys=row_keys[start : start + size].to(logits.device),
                 )
             else:
-                part = chunk_topk(logits, request.top_k, request.tail_temperatures)
+                rows = _REDUCED_ROWS.get(logits.device.type, len(logits))
+                few = [chunk_topk(part, request.top_k, request.tail_temperatures) for part in logits.split(rows)]
+                part = TeacherTopK.cat(few)
             parts.append(part.to("cpu"))
         return TeacherTopK.cat(parts)
 
