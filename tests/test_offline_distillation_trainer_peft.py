@@ -1,6 +1,7 @@
 """Adapters: what trains, what it computes, and that it is the same after saving, reloading and merging."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,8 @@ def test_what_trains_is_printed_once(tmp_path, cached, capsys):
         ({"target_modules": ["q_proj", "qkv_proj"]}, "`target_modules` .*'qkv_proj', which matches no module"),
         ({"target_modules": BODY, "modules_to_save": ["lm_head", "score"]}, "`modules_to_save` .*'score'"),
         ({"target_modules": BODY, "target_parameters": ["experts.w1"]}, "`target_parameters` .*'experts.w1'"),
+        # PEFT matches a string against the whole path, and is content if the parameters match
+        ({"target_modules": "q_proj", "target_parameters": ["v_proj.weight"]}, "`target_modules` .*'q_proj', which"),
     ],
 )
 def test_a_target_that_matches_nothing_is_an_error(tmp_path, cached, options, message):
@@ -282,7 +285,9 @@ def test_sft_still_refuses_an_adapter_on_the_head_afterwards(tmp_path, cached):
 def test_qlora(tmp_path, cached, targets, quantised_head):
     """4-bit weights by bitsandbytes, which runs on a CPU too."""
     pytest.importorskip("bitsandbytes")
-    tiny_model().save_pretrained(tmp_path / "base")
+    # Its kernels for CPUs with AVX-512 want multiples of 32
+    wide = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    tiny_model(vocab=64, **wide).save_pretrained(tmp_path / "base")
     student = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base",
         dtype=torch.float32,
@@ -300,10 +305,41 @@ def test_qlora(tmp_path, cached, targets, quantised_head):
     expected = dense_loss(trainer.model, cached)
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(cached)))
     torch.testing.assert_close(loss, expected, atol=2e-3, rtol=0)  # SFTTrainer makes these adapters bf16
-    trainer.train()
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:
-            assert parameter.count_nonzero() > 0, name
+    trainer.evaluate(cached)  # which may not change what is trained
+    model = trainer.model.train()
+
+    def gradients(loss) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.float().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    found = gradients(trainer.compute_loss(model, trainer.data_collator(list(cached))))
+    unpack_4bit_layers(model)
+    for name, exact in gradients(dense_loss(model, cached)).items():
+        assert exact.norm() > 0, name
+        assert (found[name] - exact).norm() <= 0.03 * exact.norm(), name
+
+
+def unpack_4bit_layers(model) -> None:
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    for name, layer in list(model.named_modules()):
+        if type(layer) is Linear4bit:
+            plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False).requires_grad_(False)
+            plain.weight.copy_(dequantize_4bit(layer.weight, layer.weight.quant_state))
+            model.set_submodule(name, plain)
+
+
+def test_a_4bit_student_that_was_evaluated_on_this_cpu_is_refused(tmp_path, cached):
+    class Packed(torch.nn.Linear):
+        support_avx512bf16_for_cpu = True
+
+    student = tiny_model()
+    student.model.layers[0].mlp.up_proj = Packed(16, 32, bias=False)
+    student.model.layers[0].mlp.up_proj.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
+    with pytest.raises(ValueError, match="was packed for inference when `model` was evaluated"):
+        make_trainer(tmp_path, student, cached)
 
 
 # Without bitsandbytes: a layer with packed weights that computes its own product.

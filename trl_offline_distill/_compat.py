@@ -83,6 +83,25 @@ def count_next_token_labels(trainer):
     trainer._loss_shifts_labels = True
 
 
+def keep_4bit_weights_differentiable(model):
+    """
+    On CPUs with AVX-512 BF16, bitsandbytes (seen in 0.50) packs a 4-bit weight anew at its first evaluation, for a
+    kernel without a gradient, and trains through it from then on with the gradient lost. This keeps `model` from it.
+
+    `Linear4bit.support_avx512bf16_for_cpu` and `QuantState.packing_format_for_cpu`. Retired by a kernel that is
+    differentiable, or by a layer that unpacks its weight when it is trained.
+    """
+    for name, module in model.named_modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"The 4-bit weight of {name!r} was packed for inference when `model` was evaluated on this CPU; "
+                "bitsandbytes gives no gradient through it. Load the model again and pass it before evaluating it."
+            )
+        module.support_avx512bf16_for_cpu = False
+
+
 def hub_request_errors() -> tuple[type[BaseException], ...]:
     """What a failed request to the Hub raises, connection errors included.
 

@@ -22,7 +22,11 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from . import __version__
-from ._compat import count_next_token_labels, sft_trainer_without_head_adapter_check
+from ._compat import (
+    count_next_token_labels,
+    keep_4bit_weights_differentiable,
+    sft_trainer_without_head_adapter_check,
+)
 from .cached_dataset import StudentLimits, check_columns, check_rows, prepare_cached_dataset
 from .data_collator import DataCollatorForOfflineDistillation
 from .loss.head import SUMS, add_distillation_head
@@ -253,6 +257,7 @@ class OfflineDistillationTrainer(SFTTrainer):
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._check_sharded_head(base_model)
+        keep_4bit_weights_differentiable(base_model)
         self.head_description = add_distillation_head(
             base_model,
             divergence=args.divergence,
@@ -312,6 +317,8 @@ class OfflineDistillationTrainer(SFTTrainer):
             for name in trained:
                 # PEFT's own names (`lora_A.default.weight`, `modules_to_save.default.weight`) follow the module's
                 path = re.split(r"\.(?:lora_\w+|modules_to_save|original_module)\.", name)[0]
+                # Two adapters on the parameters of one module: the inner one sits in `base_layer`
+                path = path.replace(".base_layer", "")
                 path = path if path != name else name.rpartition(".")[0]
                 modules[path.rpartition(".")[2]].add(path)
             what = ", ".join(f"{module} x {len(paths)}" for module, paths in sorted(modules.items()))
@@ -333,15 +340,19 @@ class OfflineDistillationTrainer(SFTTrainer):
                 ("target_parameters", parameters),
             ):
                 targets = getattr(config, option, None)
-                if not targets or isinstance(targets, str):  # a pattern: PEFT itself refuses one that matches nothing
+                if not targets or targets == "all-linear":
                     continue
-                missing = sorted(t for t in targets if not any(n == t or n.endswith(f".{t}") for n in existing))
+                if isinstance(targets, str):  # a pattern, of which PEFT accepts any beside `target_parameters`
+                    missing = [] if any(re.fullmatch(targets, name) for name in existing) else [targets]
+                else:
+                    missing = sorted(t for t in targets if not any(n == t or n.endswith(f".{t}") for n in existing))
                 if missing:
                     raise ValueError(
                         f"`{option}` of adapter {adapter!r} names {', '.join(map(repr, missing))}, which matches no "
                         f"{'parameter' if option == 'target_parameters' else 'module'} of "
                         f"{type(self.model.get_base_model()).__name__}, so it would not train. Experts that are one "
-                        "fused parameter are named in `target_parameters`. Correct the name or remove it."
+                        "fused parameter are named in `target_parameters`; a single string is a pattern for the whole "
+                        "path. Correct the name or remove it."
                     )
 
     def _check_sharded_head(self, base_model: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """One process of a training, as `trl-offline-distill train` launches it through `accelerate launch`."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,14 +69,26 @@ def dequantisation(model: "ModelConfig", trust_remote_code: bool) -> object | No
     return Mxfp4Config(dequantize=True)
 
 
+def adapter(model: "ModelConfig") -> object | None:
+    """
+    `peft.LoraConfig` of the arguments, or `None` without `use_peft`. TRL makes a pattern of a single target module,
+    and a pattern must match a module's whole path; a plain name stays a name here.
+    """
+    from trl import get_peft_config
+
+    config = get_peft_config(model)
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, str) and re.fullmatch(r"[\w.]+", targets):
+        config.target_modules = {targets}
+    return config
+
+
 def main(
     script: "ScriptArguments",
     training: "OfflineDistillationConfig",
     model: "ModelConfig",
     mixture: "DatasetMixtureConfig",
 ) -> None:
-    from trl import get_peft_config
-
     from trl_offline_distill import OfflineDistillationTrainer
 
     if model.model_name_or_path is None:
@@ -101,11 +114,10 @@ def main(
         train_dataset=dataset[wanted[0]],
         eval_dataset=dataset[wanted[1]] if wanted[1:] else None,
         quantization_config=quantization,
-        peft_config=get_peft_config(model),
+        peft_config=adapter(model),
     )
     if type(quantization).__name__ == "Mxfp4Config":
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        trainer.accelerator.print(f"The MXFP4 student was dequantised: {parameters / 1e9:.1f} B parameters in bf16.")
+        trainer.accelerator.print("The MXFP4 student was dequantised (see the sizes above): MXFP4 cannot be trained.")
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     trainer.save_state()
