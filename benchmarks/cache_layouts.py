@@ -227,6 +227,7 @@ def format_table(rows: list[Row]) -> str:
 
 def draw(rows: list[Row], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axis = figure.subplots()
@@ -235,12 +236,20 @@ def draw(rows: list[Row], path: Path, title: str) -> None:
         axis.scatter(
             [row.arrow_bytes for row in shown], [getattr(row, column) for row in shown], marker=marker, label=name
         )
-    for number, row in enumerate(sorted(shown, key=lambda row: row.arrow_bytes)):
-        # Neighbours lie close: names go above and below in turn.
-        place = {"xytext": (5, 5 if number % 2 else -14), "textcoords": "offset points", "fontsize": 8}
-        axis.annotate(row.name, (row.arrow_bytes, row.head_angle), **place)
+    before = 0.0
+    for row in sorted(shown, key=lambda row: row.arrow_bytes):
+        # Slanted above its points, or below where a neighbour's name stands above.
+        above = row.arrow_bytes > 1.1 * before
+        before = row.arrow_bytes
+        point = max(row.token_angle, row.head_angle) if above else min(row.token_angle, row.head_angle)
+        place = {"xytext": (2, 7), "rotation": 30} if above else {"xytext": (2, -7), "rotation": -30, "va": "top"}
+        axis.annotate(row.name, (row.arrow_bytes, point), textcoords="offset points", fontsize=8, **place)
     axis.set(xscale="log", yscale="log", xlabel="bytes a token (Arrow)", ylabel="angle to the full gradient (degrees)")
-    axis.margins(x=0.2)
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ticks.set_minor_formatter(NullFormatter())
+    axis.margins(0.2)
     axis.legend()
     axis.grid(alpha=0.3, which="both")
     axis.set_title(title, fontsize="medium")

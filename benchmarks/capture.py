@@ -201,6 +201,8 @@ def draw(results: dict, path: Path) -> None:
         bars = axes.bar(["full logits", ours], [results[key][name] / scale for name in ("plain", ours)])
         axes.bar_label(bars, fmt="%.0f")
         axes.set_ylabel(unit)
+        axes.margins(y=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Capture against the plain forward ({results['device']})")
     figure.savefig(path)
 
