@@ -252,7 +252,7 @@ class OfflineDistillationTrainer(SFTTrainer):
         packed_evaluation = args.packing if args.eval_packing is None else args.eval_packing
         if data_collator is None and packed_evaluation and args.packing_strategy != "wrapped":
             self._eval_collator = replace(self.data_collator, padding_free=True)
-        if data_collator is None and self.accelerator.num_processes > 1:
+        if self.accelerator.num_processes > 1 and isinstance(self._eval_collator, DataCollatorForOfflineDistillation):
             self._eval_collator = replace(self._eval_collator, return_example_ids=True)
 
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
