@@ -212,9 +212,10 @@ def test_a_batch_in_which_nothing_is_trained():
 def test_one_schema_and_one_batch_whatever_the_source_type(kind):
     ids, logprobs, log_tail = [[3, 7], [1, 9]], [[-0.5, -2.0], [-0.25, -3.0]], [-1.5, -2.0]
     dtype = getattr(torch, kind, torch.float32)
+    parts = [ids, logprobs, log_tail]
     if kind == "numpy":
-        parts = [torch.from_numpy(np.array(value)) for value in (ids, logprobs, log_tail)]
-    else:
+        parts = [np.array(value) for value in parts]
+    elif kind != "lists":
         parts = [torch.tensor(ids), torch.tensor(logprobs, dtype=dtype), torch.tensor(log_tail, dtype=dtype)]
     blobs = encode_topk(TeacherTopK(*parts), vocab_size=VOCAB)
     row = {"input_ids": [1, 3, 1], "labels": [-100, 3, 1], "teacher_topk": [*blobs, b""], "teacher_manifest": "{}"}

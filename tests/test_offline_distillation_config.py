@@ -64,6 +64,8 @@ def test_parses_from_the_command_line(tmp_path):
         ({"kd_top_k": 2.5}, "`kd_top_k=2.5`"),
         ({"loss_chunk_size": -1}, "`loss_chunk_size=-1`"),
         ({"loss_memory_budget": 0}, "`loss_memory_budget=0`"),
+        ({"loss_logits_dtype": "bfloat16"}, "`loss_logits_dtype='bfloat16'`"),
+        ({"completion_only_loss": True}, "`completion_only_loss=True` has no effect"),
         ({"kd_position_fraction": 0.0}, "`kd_position_fraction=0.0`"),
         ({"kd_position_fraction": 1.1}, "`kd_position_fraction=1.1`"),
         ({"loss_backward": "later"}, "`loss_backward` must be one of 'in_forward', 'recompute', got 'later'"),

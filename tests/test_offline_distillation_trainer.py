@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, interleave_datasets
 from tiny_students import (
     FEATURES,
     VOCAB,
@@ -62,16 +62,18 @@ def test_loss_of_every_family_is_the_dense_one(tmp_path, cached, family, loss_ty
     assert_same_parameters(student, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba"])
-@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (1, 4), (2, 2), (3, 2)])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mamba"])
+@pytest.mark.parametrize(("batch", "accumulation"), [(4, 1), (1, 4), (2, 2), (3, 2), (1, 3)])
 def test_accumulation_is_one_mean_over_all_tokens(tmp_path, cached, family, batch, accumulation):
+    rows = cached.select(range(3)) if accumulation == 3 else cached
+
     def run(batch, accumulation):
         student = tiny_model(family)
         return student, losses_of(
             trained(
                 tmp_path,
                 student,
-                cached,
+                rows,
                 learning_rate=1.0,
                 per_device_train_batch_size=batch,
                 gradient_accumulation_steps=accumulation,
@@ -84,9 +86,29 @@ def test_accumulation_is_one_mean_over_all_tokens(tmp_path, cached, family, batc
     assert_same_parameters(split, whole, atol=1e-6)
 
 
-def test_worked_mean():
-    # KL 0.5 on each of 2 tokens and 2.0 on each of 6: the mean over tokens, not over rows
-    assert (2 * 0.5 + 6 * 2.0) / 8 == 1.625
+@pytest.mark.parametrize(("batch", "accumulation"), [(2, 1), (1, 2)])
+def test_worked_mean(tmp_path, batch, accumulation):
+    """KL 0.5 on each of 2 tokens and 2.0 on each of 6: the mean over tokens is 1.625, over rows 1.25."""
+    student = tiny_model()
+    student.lm_head.weight.data.zero_()  # uniform over 48 tokens
+
+    def sure_by(kl: float) -> TeacherTopK:
+        """One candidate whose KL to the uniform student, the rest as one outcome, is `kl`."""
+        low, high = 1 / VOCAB, 1 - 1e-9
+        for _ in range(60):
+            p = (low + high) / 2
+            found = p * math.log(p * VOCAB) + (1 - p) * math.log((1 - p) * VOCAB / (VOCAB - 1))
+            low, high = (p, high) if found < kl else (low, p)
+        return TeacherTopK(torch.tensor([[7]]), torch.tensor([[math.log(p)]]), torch.tensor([math.log1p(-p)]))
+
+    rows = []
+    for row, kl in zip(token_rows([3, 7]), (0.5, 2.0), strict=True):
+        (blob,) = encode_topk(sure_by(kl), vocab_size=VOCAB)
+        row["teacher_topk"] = [blob] * (len(row["labels"]) - 1) + [b""]
+        rows.append({**row, "teacher_manifest": manifest_of(tiny_tokenizer())})
+    options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    trainer = trained(tmp_path, student, Dataset.from_list(rows, features=FEATURES), **options)
+    assert losses_of(trainer) == pytest.approx([1.625], abs=2e-3)  # fp16 in the cache
 
 
 def test_off_by_one(tmp_path):
@@ -417,7 +439,9 @@ def test_position_fraction_keeps_the_uncertain_ones(tmp_path, teacher, ce_weight
     )
     expected = (kd + ce_weight * ce).item() / count
     if not padding_free:  # attention over a flattened batch needs FlashAttention
-        assert trainer.evaluate()["eval_kd_loss"] == pytest.approx(kd.item() / selected, abs=1e-4)
+        metrics = trainer.evaluate()
+        assert metrics["eval_kd_loss"] == pytest.approx(kd.item() / selected, abs=1e-4)
+        assert metrics["eval_loss"] == pytest.approx(expected, abs=1e-4)
         trainer.train()
         assert losses_of(trainer) == pytest.approx([expected], abs=1e-4)
         return
@@ -498,6 +522,30 @@ def test_a_sampled_cache_serves_the_forward_kl_only(tmp_path, teacher, options, 
         make_trainer(tmp_path, tiny_model(), cache, **options)
 
 
+def test_a_sampled_cache_is_refused_wherever_it_comes_from(tmp_path, cached, teacher):
+    sampled = cached_dataset(token_rows([6, 6]), teacher, layout="sampled", name="org/sampled")
+    trainer = make_trainer(tmp_path, tiny_model(), cached, divergence="reverse_kl")
+    with pytest.raises(ValueError, match="`divergence='reverse_kl'` cannot be used with the cache of 'org/sampled'"):
+        trainer.evaluate(sampled)
+    stream = interleave_datasets([cached.to_iterable_dataset(), sampled.to_iterable_dataset()])
+    trainer = make_trainer(tmp_path, tiny_model(), stream, divergence="reverse_kl", max_steps=2)
+    with pytest.raises(ValueError, match="cannot be used with the cache of 'org/sampled'"):
+        trainer.train()
+
+
+def test_interleaved_streams_of_two_teachers(tmp_path, cached, rows):
+    other = cached_dataset(rows, tiny_model(seed=7).eval(), top_k=7, name="org/other")
+    both = interleave_datasets([cached, other])
+    student, streamed = tiny_model(), tiny_model()
+    trained(tmp_path, student, both, max_steps=1)
+    stream = interleave_datasets([cached.to_iterable_dataset(), other.to_iterable_dataset()])
+    trainer = trained(tmp_path, streamed, stream, max_steps=1)
+    assert_same_parameters(streamed, student, atol=1e-6)
+    assert [manifest.teacher for manifest in trainer.teacher_manifests] == ["org/teacher", "org/other"]
+    trainer.create_model_card()
+    assert "org/other" in (tmp_path / "README.md").read_text()
+
+
 # ---- Saving ----
 
 
@@ -525,6 +573,27 @@ def test_resume_is_as_if_never_interrupted(tmp_path, teacher):
     assert_same_parameters(again, whole, atol=0.0)
     assert losses_of(resumed) == losses_of(first)
     assert resumed.state.log_history[-2]["num_tokens"] == first.state.log_history[-2]["num_tokens"]
+
+
+@pytest.mark.parametrize("source", ["stream", "packed"])
+def test_resume_of_a_stream_and_of_packed_rows(tmp_path, teacher, source):
+    cache = cached_dataset(token_rows([6, 4, 8, 5, 7, 6, 4, 8], prompt=2), teacher)
+    options = {
+        "per_device_train_batch_size": 1,
+        "max_steps": 5,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        **({} if source == "stream" else {"packing": True, "max_length": 12, "packing_strategy": "wrapped"}),
+    }
+    dataset = cache.to_iterable_dataset() if source == "stream" else cache
+    whole, again = tiny_model(), tiny_model(seed=9)
+    first = trained(tmp_path, whole, dataset, **options)
+    resumed = make_trainer(tmp_path, again, dataset, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_parameters(again, whole, atol=0.0)
+    assert losses_of(resumed) == losses_of(first)
 
 
 def test_saved_student_loads_without_this_package(tmp_path, cached):
@@ -578,6 +647,21 @@ def test_default_arguments_and_plain_training_arguments(tmp_path, cached, monkey
     )
     assert trainer.args.learning_rate == 0.125
     assert trainer.args.divergence == "forward_kl"
+
+
+def test_what_was_chosen_is_said_once(tmp_path, cached, capsys):
+    trainer = make_trainer(tmp_path, tiny_model(), cached, loss_chunk_size=5)
+    assert capsys.readouterr().out.count(trainer.head_description) == 1
+    assert "backend torch, backward in_forward, chunks of 5 positions" in trainer.head_description
+
+
+def test_a_compiled_student(tmp_path, cached):
+    plain, compiled = tiny_model(), tiny_model()
+    trained(tmp_path, plain, cached)
+    trained(tmp_path, compiled, cached, torch_compile=True, torch_compile_backend="eager")
+    assert_same_parameters(compiled, plain, atol=1e-6)
+    with pytest.raises(ValueError, match="`torch_compile=True`"):
+        make_trainer(tmp_path, torch.compile(tiny_model(), backend="eager"), cached)
 
 
 def test_two_teachers_in_one_dataset(tmp_path, teacher):

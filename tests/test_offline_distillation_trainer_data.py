@@ -90,6 +90,20 @@ def test_every_layout_takes_the_same_step(tmp_path, cached, expected, layout):
     assert_same_parameters(after, stepped, atol=2e-6)
 
 
+def test_grouping_by_length_batches_rows_of_one_length(tmp_path, teacher):
+    cache = cached_dataset(token_rows([4, 9] * 6), teacher)
+    mixed = {}
+    for strategy in ("sequential", "group_by_length"):
+        trainer = make_trainer(
+            tmp_path, tiny_model(), cache, train_sampling_strategy=strategy, per_device_train_batch_size=2
+        )
+        lengths = [batch["attention_mask"].sum(-1).tolist() for batch in trainer.get_train_dataloader()]
+        mixed[strategy] = sum(first != second for first, second in lengths)
+    # The longest row comes first, whatever its partner
+    assert mixed["sequential"] == 6
+    assert mixed["group_by_length"] <= 2
+
+
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_packing_is_that_of_sft(tmp_path, teacher, strategy):
     """Rows longer than `max_length` too: cut, split or wrapped as TRL does it."""

@@ -108,9 +108,6 @@ def test_adapter_trains_alone_and_survives_saving_and_merging(tmp_path, cached, 
     assert live < dense_loss(tiny_model(), cached).item()
     trainer.save_model()
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
-    if kind == "pissa":  # its frozen weight is not the stored one
-        torch.testing.assert_close(dense_loss(model.merge_and_unload(), cached).item(), live, atol=1e-5, rtol=0)
-        return
     reloaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run").eval()
     assert dense_loss(reloaded, cached).item() == pytest.approx(live, abs=1e-6)
     merged = reloaded.merge_and_unload()

@@ -32,20 +32,44 @@ _PACKED_BYTES = 512 * 2**20
 @dataclass
 class StudentLimits:
     """
-    What a cached row must fit. `head_rows` is filled in once the student is loaded, after streamed datasets were
-    prepared with it.
+    What a cached row must fit: the student and the objective. `head_rows` is filled in once the student is loaded,
+    after streamed datasets were prepared with it.
     """
 
+    args: Any = None  # `OfflineDistillationConfig`
     tokenizer: Any = None
     head_rows: int | None = None
-    accepted: set[str] = field(default_factory=set)  # manifests, as stored, that were compared with the student
+    accepted: dict[str, TeacherManifest] = field(default_factory=dict)  # by their text, as stored
 
-    def check_manifests(self, texts: list[str]) -> list[TeacherManifest]:
-        """Parses the manifests, compares each with the student, and returns them."""
+    def check_manifests(self, texts: list[str]) -> None:
+        """Compares each manifest with the student and the objective, and keeps it in `accepted`."""
         manifests = [TeacherManifest.from_json(text) for text in texts]
         check_student(manifests, tokenizer=self.tokenizer, head_rows=self.head_rows)
-        self.accepted.update(texts)
-        return manifests
+        if self.args is not None:
+            check_sampled(manifests, self.args)
+        self.accepted.update(zip(texts, manifests, strict=True))
+
+
+def check_sampled(manifests: list[TeacherManifest], args: Any) -> None:
+    """
+    A sampled support estimates the teacher without bias in what is linear in it: the forward KL, as cached.
+
+    Raises:
+        ValueError: for a cache of draws and an objective that needs more; names argument, value, teacher and fix.
+    """
+    sampled = [manifest.teacher for manifest in manifests if manifest.layout == "sampled"]
+    forward = args.divergence == "forward_kl" or (args.divergence == "generalized_jsd" and args.beta == 0.0)
+    for name, value, fine in (
+        ("divergence", args.divergence, forward),
+        ("temperature", args.temperature, args.temperature == 1.0),
+        ("kd_top_k", args.kd_top_k, args.kd_top_k is None),
+    ):
+        if sampled and not fine:
+            raise ValueError(
+                f"`{name}={value!r}` cannot be used with the cache of {sampled[0]!r}, whose layout is 'sampled': "
+                "random draws stand for the teacher only in `divergence='forward_kl'` at `temperature=1.0` with "
+                f"all draws kept. Change `{name}`, or use a cache of another layout."
+            )
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:

@@ -68,7 +68,10 @@ class OfflineDistillationConfig(SFTConfig):
             When the gradient of the head is formed: `"in_forward"`, while the chunk is at hand (3 GEMMs over the head,
             2 if it is frozen), or `"recompute"`, in the backward (4 GEMMs).
         loss_backend (`str`, *optional*, defaults to `"auto"`):
-            Kernel: `"auto"`, `"torch"`, `"triton"` or `"reference"` (dense, for tests).
+            Kernel: `"auto"`, `"torch"`, `"triton"` or `"reference"` (dense, for tests). What was taken is printed.
+        loss_logits_dtype (`str`, *optional*):
+            What a chunk's logits are kept in: `None` for the dtype of the student's projection, as in its own forward,
+            or `"float32"`, which costs twice the memory of a bf16 chunk. Acts on linear heads.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.SFTConfig`]:
@@ -178,6 +181,13 @@ class OfflineDistillationConfig(SFTConfig):
         default="auto",
         metadata={"help": "Kernel: `auto`, `torch`, `triton` or `reference` (dense, for tests)."},
     )
+    loss_logits_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a chunk's logits are kept in: the dtype of the student's projection (unset), or `float32`.",
+            "choices": ["float32"],
+        },
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -219,6 +229,11 @@ class OfflineDistillationConfig(SFTConfig):
                 raise ValueError(f"`{name}={value}` must be a whole number above 0, or unset.")
         if self.loss_memory_budget is not None and not self.loss_memory_budget > 0:
             raise ValueError(f"`loss_memory_budget={self.loss_memory_budget}` must be above 0 bytes, or unset.")
+        if self.loss_logits_dtype not in (None, "float32"):
+            raise ValueError(
+                f"`loss_logits_dtype={self.loss_logits_dtype!r}` must be 'float32', or unset for the dtype of the "
+                "student's projection."
+            )
         if not 0.0 < self.kd_position_fraction <= 1.0:
             raise ValueError(f"`kd_position_fraction={self.kd_position_fraction}` must be above 0 and at most 1.")
 
@@ -235,11 +250,12 @@ class OfflineDistillationConfig(SFTConfig):
                 f"`label_smoothing_factor={self.label_smoothing_factor}` is not supported: the teacher's "
                 "distribution already smooths the labels. Leave it at 0."
             )
-        if self.assistant_only_loss:
-            raise ValueError(
-                "`assistant_only_loss=True` has no effect on a cached dataset: the `labels` column was decided at "
-                "capture. Pass `assistant_only_loss=True` to `build_distillation_dataset` instead."
-            )
+        for name in ("assistant_only_loss", "completion_only_loss"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"`{name}=True` has no effect on a cached dataset: the `labels` column was decided at capture. "
+                    f"Pass `{name}=True` to `build_distillation_dataset` instead."
+                )
 
     def weights_at(self, progress: float) -> tuple[float, float]:
         """

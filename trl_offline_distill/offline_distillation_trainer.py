@@ -54,7 +54,7 @@ _HEAD_SUMS = {
     "captured_mass_sum": ("captured_mass", "kd_tokens"),
     "support_mass_sum": ("student_mass", "kd_tokens"),
 }
-_SUMS = (*_HEAD_SUMS, "num_tokens", "kd_tokens", "loss_sum", "aux_sum", "micro_batches", "wait_s")
+_SUMS = (*_HEAD_SUMS, "num_tokens", "kd_tokens", "loss_sum", "loss_items", "aux_sum", "micro_batches", "wait_s")
 
 
 class TokenCountCallback(TrainerCallback, ExportableState):
@@ -175,6 +175,11 @@ class OfflineDistillationTrainer(SFTTrainer):
             )
         if train_dataset is None:
             raise ValueError("`train_dataset` is required: pass a cached dataset.")
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(
+                "`model` was compiled already, and the loss has to reach inside it: pass the model as it was before "
+                "`torch.compile`, and set `torch_compile=True`."
+            )
         self._check_peft_config(model, peft_config)
         eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
         datasets = {
@@ -187,7 +192,7 @@ class OfflineDistillationTrainer(SFTTrainer):
             if isinstance(dataset, (Dataset, IterableDataset))  # anything else is refused by SFTTrainer
         }
 
-        self._limits = StudentLimits()
+        self._limits = StudentLimits(args)
         self._sums: dict[str, dict[str, Tensor | float]] = {"train": {}, "eval": {}}
         self._last_log: tuple[float, int] | None = None  # time, tokens
         with sft_trainer_without_head_adapter_check():
@@ -218,7 +223,6 @@ class OfflineDistillationTrainer(SFTTrainer):
         # Everything the cache says is compared with the student before the first step
         self._limits.tokenizer = self.processing_class
         self._limits.head_rows = self._head_rows()
-        self.teacher_manifests: list[TeacherManifest] = []
         for name, dataset in datasets.items():
             self._check_cached_dataset(dataset, name, first_rows[name])
 
@@ -236,7 +240,6 @@ class OfflineDistillationTrainer(SFTTrainer):
                 )
             vocab_size = max(manifest.vocab_size for manifest in self.teacher_manifests)
             check_temperature(args.temperature, args.tail, self._tail_temperatures, vocab_size)
-        self._check_sampled_caches()
         if data_collator is None:
             # SFTTrainer refuses a collator of ours together with padding-free batches, so it made its own
             sft_collator = self.data_collator
@@ -267,7 +270,9 @@ class OfflineDistillationTrainer(SFTTrainer):
             loss_memory_budget=args.loss_memory_budget,
             backward=args.loss_backward,
             backend=args.loss_backend,
+            logits_dtype=None if args.loss_logits_dtype is None else torch.float32,
         )
+        self.accelerator.print(self.head_description)
         self._report_trained_parameters()
 
     @staticmethod
@@ -367,28 +372,16 @@ class OfflineDistillationTrainer(SFTTrainer):
 
     # ---- Data ----
 
+    @property
+    def teacher_manifests(self) -> list[TeacherManifest]:
+        """What made the rows seen so far: those of stored datasets, and those that streams brought to this process."""
+        return list(self._limits.accepted.values())
+
     def _head_rows(self) -> int:
         base_model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         # `out_features` holds where the weight itself is sharded, packed or wrapped
         rows = getattr(base_model.get_output_embeddings(), "out_features", None)
         return base_model.config.get_text_config().vocab_size if rows is None else rows
-
-    def _check_sampled_caches(self) -> None:
-        """A sampled support estimates the teacher without bias in what is linear in it: the forward KL as cached."""
-        args = self.args
-        sampled = [manifest.teacher for manifest in self.teacher_manifests if manifest.layout == "sampled"]
-        forward = args.divergence == "forward_kl" or (args.divergence == "generalized_jsd" and args.beta == 0.0)
-        for name, value, fine in (
-            ("divergence", args.divergence, forward),
-            ("temperature", args.temperature, args.temperature == 1.0),
-            ("kd_top_k", args.kd_top_k, args.kd_top_k is None),
-        ):
-            if sampled and not fine:
-                raise ValueError(
-                    f"`{name}={value!r}` cannot be used with the cache of {sampled[0]!r}, whose layout is 'sampled': "
-                    "random draws stand for the teacher only in `divergence='forward_kl'` at `temperature=1.0` with "
-                    f"all draws kept. Change `{name}`, or use a cache of another layout."
-                )
 
     def _check_cached_dataset(self, dataset: Dataset | IterableDataset, name: str, first: dict[str, Any]) -> None:
         """Compares every manifest and every row with the student; of what cannot be read at once, the `first` row."""
@@ -399,10 +392,9 @@ class OfflineDistillationTrainer(SFTTrainer):
         else:
             texts = [first["teacher_manifest"]]  # of a stream, the others are compared as they come
         try:
-            manifests = self._limits.check_manifests(texts)
+            self._limits.check_manifests(texts)
         except ValueError as error:
             raise ValueError(f"The {name} dataset does not fit the student. {error}") from error
-        self.teacher_manifests += [manifest for manifest in manifests if manifest not in self.teacher_manifests]
         if not stored:
             return
         message, trained = None, False
@@ -495,13 +487,11 @@ class OfflineDistillationTrainer(SFTTrainer):
             inputs["output_router_logits"] = True
 
         kd_weight, ce_weight = self.args.weights_at(self.state.global_step / max(1, self.state.max_steps))
-        kd_tokens = None
+        kd_tokens = trained = None
         if self.args.kd_position_fraction < 1.0:
-            inputs, kd_tokens, count = self._select_positions(inputs, ce_weight)
-            # The denominator stays the number of trained positions, selected or not
-            divisor = count if num_items_in_batch is None else num_items_in_batch
-        else:
-            divisor = num_items_in_batch
+            inputs, kd_tokens, trained = self._select_positions(inputs, ce_weight)
+        # The denominator is the number of trained positions, selected or not
+        divisor = trained if num_items_in_batch is None else num_items_in_batch
         # As bits: FSDP rounds every float it is given to its compute dtype, and bf16 log-probabilities are too coarse
         bits = {name: inputs[name].view(torch.int32) for name in TEACHER_FLOATS if name in inputs}
         outputs = model(
@@ -535,6 +525,7 @@ class OfflineDistillationTrainer(SFTTrainer):
             num_tokens=outputs.num_tokens,
             kd_tokens=outputs.num_tokens if kd_tokens is None else kd_tokens,
             loss_sum=loss_sum,
+            loss_items=outputs.num_tokens if trained is None else trained,
             input_tokens=inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["input_ids"].numel(),
             aux_sum=outputs.aux_loss.detach() if self.aux_loss_enabled else 0.0,
             micro_batches=1.0,
@@ -626,8 +617,8 @@ class OfflineDistillationTrainer(SFTTrainer):
             )
         sums = self._reduced_sums("eval")
         # `Trainer` averages the means of batches; the loss here is the mean over all trained tokens
-        if sums["num_tokens"] > 0:
-            loss = sums["loss_sum"] / sums["num_tokens"]
+        if sums["loss_items"] > 0:
+            loss = sums["loss_sum"] / sums["loss_items"]
             if self.aux_loss_enabled:
                 loss += self.router_aux_loss_coef * sums["aux_sum"] / sums["micro_batches"]
             output.metrics[f"{metric_key_prefix}_loss"] = loss

@@ -389,6 +389,60 @@ def test_rows_too_long_for_the_teacher(counted, count, caplog):
     assert f"{len(lengths) - len(fitting)} row(s) are too long" in caplog.text
 
 
+class NarrowTeacher(TransformersTeacher):
+    """Does not know how long a row may be until it meets one that is too long."""
+
+    max_length = None
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.max_length = None
+
+    def score(self, rows, request):
+        for row in rows:
+            if len(row.input_ids) > 8:
+                raise RowTooLongError(f"Row {row.source_row} is too long for me.", row.source_row)
+            ((_, signal),) = super().score([row], request)
+            yield rows.index(row), signal
+
+    def generate(self, prompts, source_rows, options):
+        for prompt, row in zip(prompts, source_rows, strict=True):
+            if len(prompt) > 8:
+                raise RowTooLongError(f"Row {row} is too long for me.", row)
+        return super().generate(prompts, source_rows, options)
+
+
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 2**20], ids=["shards", "one_shard"])
+def test_rows_that_only_the_engine_finds_too_long(caplog, tmp_path, shard_bytes):
+    teacher = NarrowTeacher(make_teacher())
+    with pytest.raises(RowTooLongError, match=r"^Row 1 is too long for me\.$"):
+        run(DATASET, teacher)
+    fitting = [row for row, ids in enumerate(run(DATASET)["input_ids"]) if len(ids) <= 8]
+    with caplog.at_level(logging.WARNING):
+        cached = run(DATASET, teacher, long_rows="skip", output_dir=str(tmp_path), shard_bytes=shard_bytes)
+    wanted = run(DATASET.select(fitting))
+    assert cached["input_ids"] == wanted["input_ids"]
+    assert cached["teacher_topk"] == wanted["teacher_topk"]
+    assert "too long for the teacher and are left out" in caplog.text
+    records = [json.loads(path.read_text()) for path in (tmp_path / ".build").glob("[0-9]*.json")]
+    skipped = sorted(row for record in records for row in record["skipped_rows"])
+    assert skipped == sorted(set(range(len(DATASET))) - set(fitting))
+    assert sum(record["rows"] for record in records) == len(fitting)
+
+
+def test_prompts_that_only_the_engine_finds_too_long():
+    prompts = Dataset.from_dict({"prompt": ["why", "the sky is blue and the sun is far away now", "hello"]})
+    options = {"generation": {"max_new_tokens": 2, "temperature": 0.0}}
+    teacher = NarrowTeacher(make_teacher())
+    with pytest.raises(RowTooLongError, match="Row 1"):
+        run(prompts, teacher, **options)
+    cached = run(prompts, teacher, long_rows="skip", **options)
+    assert same_rows(
+        cached.remove_columns("teacher_manifest"),
+        run(prompts.select([0, 2]), **options).remove_columns("teacher_manifest"),
+    )
+
+
 def test_dropped_and_diverging_rows_are_reported(caplog):
     pairs = Dataset.from_dict({"prompt": ["hello wor", "why is the sun so far away"], "completion": ["ld", " why"]})
     with caplog.at_level(logging.WARNING):
@@ -514,6 +568,25 @@ def test_changed_weights_behind_the_same_path_are_refused(tmp_path):
     make_teacher(seed=2).save_pretrained(teacher)
     with pytest.raises(ValueError, match="teacher_fingerprint"):
         run(DATASET, str(teacher), **options)
+    # In a folder below the path that was given
+    make_teacher(seed=1).save_pretrained(teacher / "below")
+    options |= {"output_dir": str(tmp_path / "below"), "model_init_kwargs": {"subfolder": "below"}}
+    run(DATASET, str(teacher), **options)
+    make_teacher(seed=2).save_pretrained(teacher / "below")
+    with pytest.raises(ValueError, match="teacher_fingerprint"):
+        run(DATASET, str(teacher), **options)
+
+
+def test_sampled_completions_are_bound_to_their_batches(tmp_path):
+    generation = {"max_new_tokens": 3, "temperature": 1.0}
+    options = {"output_dir": str(tmp_path / "sampled"), "generation": generation}
+    run(PROMPTS, batch_tokens=64, **options)
+    with pytest.raises(ValueError, match="generation_batch_tokens: 64 -> 8"):
+        run(PROMPTS, batch_tokens=8, **options)
+    # Greedy ones, and rows that are only scored, are the same in any batch
+    generation["temperature"] = 0.0
+    options["output_dir"] = str(tmp_path / "greedy")
+    assert same_rows(run(PROMPTS, batch_tokens=64, **options), run(PROMPTS, batch_tokens=8, **options))
 
 
 def test_a_changed_template_is_refused(tmp_path):

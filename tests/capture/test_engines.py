@@ -223,6 +223,10 @@ WRONG = {
     "not_a_number": (changed(lambda entries: _set(entries, 1, "6", {"logprob": None, "rank": 1})), "None"),
     "positive": (changed(lambda entries: _set(entries, 1, "6", {"logprob": 0.7, "rank": 1})), "0.7"),
     "more_tokens": (lambda body, answer: {**answer, "usage": {"prompt_tokens": 5}}, "the server counted 5"),
+    "repeated_candidate": (
+        changed(lambda entries: _set(entries, 1, "06", {"logprob": -0.5, "rank": 3})),
+        "a candidate is listed twice",
+    ),
     "repeated": (
         lambda body, answer: json.dumps(answer).replace('"choices"', '"usage": {}, "choices"').encode(),
         "'usage' twice",

@@ -157,8 +157,16 @@ def test_qwen3_think_blocks_are_reported_as_no_prefix():
     template = (TEMPLATES / "qwen3.jinja").read_text()
     rows = [{**CHAT_PAIRS[1], "chat_template_kwargs": {"enable_thinking": False}}, {**CHAT_PAIRS[1]}]
     rows[1]["chat_template_kwargs"] = {"enable_thinking": True}
+    # A thought of the prompt's last turn, which is dropped once another turn follows it.
+    thinking = [
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "<think>\nthe sky\n</think>\n\nblue"},
+    ]
+    answer = [{"role": "user", "content": "now"}, {"role": "assistant", "content": "far"}]
+    rows.append({"prompt": thinking, "completion": answer, "chat_template_kwargs": {"enable_thinking": True}})
     result = tokenize_dataset(Dataset.from_list(rows), make_tokenizer(template))
-    by_row = {0, 1} - set(result.prompt_not_prefix_rows)
+    assert result.prompt_not_prefix_rows == [2]
+    by_row = {0, 1}
     tokenizer = make_tokenizer(template)
     for row in range(2):
         prompt = tokenizer.apply_chat_template(

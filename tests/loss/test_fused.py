@@ -41,7 +41,7 @@ def test_equals_the_dense_twin(divergence, beta, tail, temperature, backward):
     for weights in ({}, {"kd_weight": 0.6, "ce_weight": 0.7}, {"kd_weight": 0.0, "ce_weight": 1.0}):
         for head in ({}, {"logit_scale": 0.5, "final_logit_softcapping": 3.0}):
             expected = evaluate(inputs, -1.7, backend="reference", **options, **weights, **head)
-            for chunk_size in (1, 3, 7, 100):
+            for chunk_size in (1, 4, 7, 100):  # of 6 positions: one not dividing them
                 found = evaluate(
                     inputs,
                     -1.7,
@@ -237,6 +237,7 @@ def edge_rows():
         "tiny student tail": ([0, 1], [-0.1, -2.4], -6.0, [110.0, 100.0, -10.0, -10.0]),
         "all absent": ([-7, 10**9], [-inf, -inf], 0.0, [1.0, 2.0, 3.0, -1.0]),
         "large logits": ([0, 1], [-0.1, -2.4], -6.0, [1e4, 1e4 - 3, 0.0, -1e4]),
+        "whole vocabulary": ([2, 0, 3, 1], [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)], -inf, [1.0, 2.0, 3.0, -1.0]),
         "fp16 floor": ([0, 1], [0.0, -65504.0], -65504.0, [1.0, 2.0, 3.0, -1.0]),
     }
 
@@ -268,6 +269,21 @@ def test_edges_are_finite_and_right(name, divergence, beta):
         wide = inputs(torch.float64)
         hidden = wide.pop("hidden_states")
         assert torch.autograd.gradcheck(lambda h: fused_distillation_loss(h, **wide, **options).loss, hidden)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("divergence", "beta", "tail"), OBJECTIVES)
+def test_a_position_without_a_teacher_asks_for_nothing(divergence, beta, tail, backend):
+    """No support and all mass in the tail: what position selection leaves where the teacher is not wanted."""
+    inputs = problem()
+    inputs["teacher"].logprobs[2:] = -math.inf
+    inputs["teacher"].log_tail[2:] = 0.0
+    options = {"divergence": divergence, "beta": beta, "tail": tail, "backend": backend, "num_items": 4.0}
+    found = evaluate(inputs, **options)
+    masked = {**inputs, "labels": inputs["labels"].clone()}
+    masked["labels"][2:] = -100
+    expected = evaluate(masked, **options)
+    assert_equal([found[0], *found[-3:]], [expected[0], *expected[-3:]], rtol=1e-9, atol=1e-11)
 
 
 def test_the_tail_is_not_a_difference():
@@ -527,6 +543,8 @@ def test_num_items_may_be_a_tensor():
 
 
 def test_chunk_size_from_a_budget():
+    assert auto_chunk_size(1000, 4, "cpu", 1e5) == auto_chunk_size(1000, 4, "cpu", 100_000) == 16
+    assert isinstance(auto_chunk_size(1000, 4, "cpu", 1e5), int)
     # 32 MiB on CPU, 1 GiB elsewhere
     assert auto_chunk_size(65536, 4, "cpu") == 128
     assert auto_chunk_size(131072, 2, "cuda") == 4096

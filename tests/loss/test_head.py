@@ -214,6 +214,46 @@ def test_both_roads_for_every_divergence(family, divergence, beta, tail, backwar
     assert_same(model, divergence=divergence, beta=beta, tail=tail)
 
 
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["ordinary", "large"])
+@pytest.mark.parametrize("backward", ["in_forward", "recompute"])
+def test_the_module_road_does_not_overflow_in_fp16(backward, size):
+    """A chunk of many rows that all pull one way: the head's gradient is a sum that fp16 rounds."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(16, 64)
+    hidden = torch.randn(2048, 16) + 2.0
+    hidden[:, 0] = size
+    with torch.no_grad():
+        module.weight[:, 0] /= size
+        student = module(hidden).double()
+    teacher = top_k_of(student + 12.0 * torch.nn.functional.one_hot(torch.tensor(5), 64), 8)
+    results = []
+    for backend in ("torch", "reference"):
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.float16, enabled=backend == "torch"):
+            output = run_fused_loss(
+                ModuleHead(module, 64),
+                leaf,
+                tuple(module.parameters()),
+                teacher,
+                None,
+                divergence="forward_kl",
+                beta=None,
+                tail="bucket",
+                temperature=1.0,
+                kd_weight=1.0,
+                ce_weight=0.0,
+                num_items=None,
+                chunk_size=2048,
+                loss_memory_budget=None,
+                backward=backward,
+                backend=backend,
+            )
+        results.append(torch.autograd.grad(output.loss * 2.0**10, [leaf, *module.parameters()]))
+    for found, exact in zip(*results, strict=True):
+        assert found.isfinite().all()
+        assert (found - exact).norm() < 0.02 * exact.norm()
+
+
 @pytest.mark.parametrize("backward", ["in_forward", "recompute"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize(("divergence", "beta", "tail"), OBJECTIVES)
@@ -300,8 +340,17 @@ def test_flops_of_the_module_road():
     assert_head_units(model, 3)
     for parameter in model.lm_head.parameters():
         parameter.requires_grad_(False)
-    model = copy.deepcopy(model)
-    assert_head_units(model, 2)
+    assert_head_units(copy.deepcopy(model), 2)
+    model = tiny_model("dory")
+    add_distillation_head(model, chunk_size=4, backward="recompute")
+    assert_head_units(model, 4)
+    inputs, _, _ = batch_of(model)
+    with torch.no_grad(), FlopCounterMode(display=False) as whole:
+        fused(model)
+    with torch.no_grad(), FlopCounterMode(display=False) as backbone:
+        model.base_model(input_ids=inputs["input_ids"], use_cache=False)
+    trained = (inputs["labels"][:, 1:] != -100).sum().item()
+    assert whole.get_total_flops() - backbone.get_total_flops() == 2 * trained * 32 * VOCAB
 
 
 def assert_head_units(model, units):
@@ -360,7 +409,7 @@ def test_a_compiled_student(family):
         torch.testing.assert_close(found[name], gradient)
 
 
-def test_a_sharded_head_is_gathered_once():
+def test_a_sharded_head_is_gathered_once(monkeypatch):
     model = a_model()
     add_distillation_head(model, chunk_size=3)
     expected = gradients(model, fused(model).loss)
@@ -371,7 +420,13 @@ def test_a_sharded_head_is_gathered_once():
             model.lm_head.weight.detach(), mesh, [torch.distributed.tensor.Shard(0)]
         )
         model.lm_head.weight = torch.nn.Parameter(weight)
+        calls = []
+        gather = torch.distributed.tensor.DTensor.full_tensor
+        monkeypatch.setattr(
+            torch.distributed.tensor.DTensor, "full_tensor", lambda self: calls.append(self.shape) or gather(self)
+        )
         found = gradients(model, fused(model).loss)
+        assert calls == [(VOCAB, 32)]  # for four chunks, forward and backward
         assert isinstance(found["lm_head.weight"], torch.distributed.tensor.DTensor)
         found["lm_head.weight"] = found["lm_head.weight"].full_tensor()
         for name, gradient in expected.items():

@@ -132,7 +132,8 @@ eos_token, chat_template_path, dataset_num_proc:
         model_init_kwargs (`dict`, *optional*):
             Options of the engine: of `from_pretrained`, of `vllm.LLM`, or of [`ServerTeacher`].
         batch_tokens (`int`, *optional*, defaults to `8192`):
-            Padded tokens of one forward pass. Does not change what is stored beyond rounding.
+            Padded tokens of one forward pass. Does not change what is stored beyond rounding, but for completions that
+            transformers samples, which are seeded a batch at a time.
         chunk_size (`int`, *optional*):
             Positions of one pass over the head. Default: by memory.
         generation (`dict` or [`GenerationOptions`], *optional*):
@@ -151,8 +152,8 @@ eos_token, chat_template_path, dataset_num_proc:
             returns its part; the whole is what any later call without them returns. Under `accelerate launch` the
             processes share the work by themselves.
         long_rows (`str`, *optional*, defaults to `"error"`):
-            Rows longer than the teacher takes: `"error"` refuses them before the teacher runs, `"skip"` leaves them
-            out and lists them.
+            Rows longer than the teacher takes: `"error"` refuses them, before the teacher runs where its limit is
+            known, `"skip"` leaves them out and lists them.
         split (`str`, *optional*, defaults to `"train"`):
             Split name of the result.
         dataset_name, dataset_revision (`str`, *optional*):
@@ -202,7 +203,7 @@ eos_token, chat_template_path, dataset_num_proc:
         num_proc=dataset_num_proc,
     )
     generation = _generation(generation, tokenized)
-    vocabulary = _Vocabulary.of(tokenized.tokenizer, getattr(engine_object, "head_rows", None))
+    vocabulary = Vocabulary.of(tokenized.tokenizer, getattr(engine_object, "head_rows", None))
     tail_temperatures = tuple(float(temperature) for temperature in tail_temperatures)
     request = ScoreRequest(
         top_k=top_k,
@@ -246,6 +247,7 @@ eos_token, chat_template_path, dataset_num_proc:
         "completion_only_loss": completion_only_loss,
         "assistant_only_loss": assistant_only_loss,
         "generation": None if generation is None else generation.to_dict(),
+        "generation_batch_tokens": batch_tokens if generation is not None and generation.temperature > 0 else None,
         "dataset": source_name,
         "dataset_revision": source_revision,
         "rows": len(keep),
@@ -328,14 +330,14 @@ eos_token, chat_template_path, dataset_num_proc:
 
 
 @dataclass(frozen=True)
-class _Vocabulary:
+class Vocabulary:
     """Ids the tokenizer has: below `size`, without `missing`."""
 
     size: int
     missing: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, head_rows: int | None) -> "_Vocabulary":
+    def of(cls, tokenizer: PreTrainedTokenizerBase, head_rows: int | None) -> "Vocabulary":
         ids = set(tokenizer.get_vocab().values())
         size = max(ids) + 1
         if head_rows is not None:
@@ -405,8 +407,8 @@ class _Job:
             self.engine.load()
             with bar, ThreadPoolExecutor(1, thread_name_prefix="encode") as encoder:
                 for shard in open_shards:
-                    rows, stats = self._build_rows(self.plan.rows(shard), encoder, bar)
-                    path = self.store.finish(self.plan, shard, rows, self.manifest_json, stats.to_dict())
+                    rows, record = self._build_rows(self.plan.rows(shard), encoder, bar)
+                    path = self.store.finish(self.plan, shard, rows, self.manifest_json, record)
                     if upload is not None:
                         upload.add(path)
         finally:
@@ -414,13 +416,24 @@ class _Job:
 
     def _build_rows(
         self, chosen: range, encoder: ThreadPoolExecutor, bar: tqdm
-    ) -> tuple[list[CachedRow], CacheStatistics]:
+    ) -> tuple[list[CachedRow], dict[str, Any]]:
+        """The rows of a shard, and its record: the statistics and the source rows that the engine did not take."""
         table = self.tokenized.dataset.with_format("arrow")[self.keep[chosen.start : chosen.stop].tolist()]
         source_rows = table[SOURCE_ROW].to_pylist()
         input_ids = _row_arrays(table["input_ids"])
+        skipped: list[int] = []
         if self.generation is not None:
             labels = []
-            completions = self.engine.generate([ids.tolist() for ids in input_ids], source_rows, self.generation)
+            while True:
+                try:
+                    completions = self.engine.generate(
+                        [ids.tolist() for ids in input_ids], source_rows, self.generation
+                    )
+                    break
+                except RowTooLongError as error:
+                    skipped.append(self._skipped(error))
+                    kept = [row for row, source_row in enumerate(source_rows) if source_row != error.source_row]
+                    source_rows, input_ids = [source_rows[row] for row in kept], [input_ids[row] for row in kept]
             for row, (prompt, completion) in enumerate(zip(input_ids, completions, strict=True)):
                 input_ids[row] = np.concatenate([prompt, np.asarray(completion, np.int32)])
                 labels.append(np.concatenate([np.full(len(prompt), -100, np.int32), np.asarray(completion, np.int32)]))
@@ -431,10 +444,23 @@ class _Job:
             # Nothing predicts the first token.
             row_labels = np.concatenate([np.full(min(1, len(row_labels)), -100, np.int32), row_labels[1:]])
             rows.append(CachedRow(ids, row_labels, [b""] * len(ids), source_row))
-        return rows, self._score(rows, encoder, bar)
+        too_long, statistics = self._score(rows, encoder, bar)
+        rows = [row for row in rows if row.source_row not in too_long]
+        skipped += too_long
+        if skipped:
+            logger.warning("%d row(s) were too long for the teacher and are left out: %s.", len(skipped), skipped)
+        return rows, {**statistics.to_dict(), "skipped_rows": skipped}
 
-    def _score(self, rows: list[CachedRow], encoder: ThreadPoolExecutor, bar: tqdm) -> CacheStatistics:
-        """Fills the blobs of `rows`; returns the statistics of the shard."""
+    def _skipped(self, error: RowTooLongError) -> int:
+        """The source row that only the engine found to be too long, where such rows are to be left out."""
+        if self.long_rows == "error":
+            raise error
+        return error.source_row
+
+    def _score(
+        self, rows: list[CachedRow], encoder: ThreadPoolExecutor, bar: tqdm
+    ) -> tuple[list[int], CacheStatistics]:
+        """Fills the blobs of `rows`; returns the source rows left out as too long, and the statistics of the rest."""
         positions = [np.flatnonzero(row.labels[1:] != -100) for row in rows]
         wanted = [index for index, row_positions in enumerate(positions) if len(row_positions)]
         bar.update(sum(len(row.input_ids) for index, row in enumerate(rows) if not len(positions[index])))
@@ -462,31 +488,47 @@ class _Job:
 
         waiting: list[Future] = []
         group: list[tuple[int, TeacherTopK]] = []
-        seen = set()
-        for place, signal in self.engine.score(token_rows, self.request):
-            index = wanted[place]
-            if index in seen:
-                raise RuntimeError(f"The engine {type(self.engine).__name__} gave row {rows[index].source_row} twice.")
-            seen.add(index)
-            group.append((index, signal))
-            bar.update(len(rows[index].input_ids))
-            if sum(len(positions[index]) for index, _ in group) >= _ENCODE_POSITIONS:
-                waiting.append(encoder.submit(encode, group))
-                group = []
-                # Keeps memory flat when the codec is slower than the teacher.
-                if len(waiting) > 4:
-                    waiting.pop(0).result()
+        seen, too_long = set(), set()
+        pending = list(range(len(token_rows)))
+        while pending:
+            try:
+                for place, signal in self.engine.score([token_rows[number] for number in pending], self.request):
+                    index = wanted[pending[place]]
+                    if index in seen:
+                        raise RuntimeError(
+                            f"The engine {type(self.engine).__name__} gave row {rows[index].source_row} twice."
+                        )
+                    seen.add(index)
+                    group.append((index, signal))
+                    bar.update(len(rows[index].input_ids))
+                    if sum(len(positions[index]) for index, _ in group) >= _ENCODE_POSITIONS:
+                        waiting.append(encoder.submit(encode, group))
+                        group = []
+                        # Keeps memory flat when the codec is slower than the teacher.
+                        if len(waiting) > 4:
+                            waiting.pop(0).result()
+                break
+            except RowTooLongError as error:
+                # The others of the shard are asked for again, without it.
+                too_long.add(self._skipped(error))
+                pending = [
+                    number
+                    for number in pending
+                    if wanted[number] not in seen and token_rows[number].source_row != error.source_row
+                ]
         if group:
             waiting.append(encoder.submit(encode, group))
         for future in waiting:
             future.result()
-        if len(seen) != len(wanted):
-            lost = [rows[index].source_row for index in wanted if index not in seen]
+        lost = [rows[index].source_row for index in wanted if index not in seen]
+        lost = [source_row for source_row in lost if source_row not in too_long]
+        if lost:
             raise RuntimeError(f"The engine {type(self.engine).__name__} left out the rows {lost[:_LISTED]}.")
-        return CacheStatistics.of(
-            rows=len(rows),
-            tokens=sum(len(row.input_ids) for row in rows),
-            blob_bytes=sum(len(blob) for row in rows for blob in row.blobs),
+        kept = [row for row in rows if row.source_row not in too_long]
+        return sorted(too_long), CacheStatistics.of(
+            rows=len(kept),
+            tokens=sum(len(row.input_ids) for row in kept),
+            blob_bytes=sum(len(blob) for row in kept for blob in row.blobs),
             masses=np.concatenate([np.empty(0), *masses]),
             entropies=np.concatenate([np.empty(0), *entropies]),
         )
@@ -614,7 +656,7 @@ def _generation(generation: Any, tokenized: TokenizedDataset) -> GenerationOptio
     return generation
 
 
-def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vocabulary) -> None:
+def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: Vocabulary) -> None:
     # The codec's own check of the temperatures, before the teacher runs rather than after its first batch.
     select_support(torch.zeros(1, 2), top_k=1, tail_temperatures=request.tail_temperatures)
     ids = vocabulary.size - len(vocabulary.missing)
@@ -637,7 +679,7 @@ def _check_request(request: ScoreRequest, engine: TeacherEngine, vocabulary: _Vo
                 )
 
 
-def _measure_rows(tokenized: TokenizedDataset, vocabulary: _Vocabulary) -> _RowMeasures:
+def _measure_rows(tokenized: TokenizedDataset, vocabulary: Vocabulary) -> _RowMeasures:
     digest = hashlib.sha256()
     lengths, trained, source_rows = [], [], []
     for batch in tokenized.dataset.with_format("arrow").iter(batch_size=1000):

@@ -204,7 +204,7 @@ class ServerTeacher:
             if any(
                 word in str(error) for word in ("maximum context length", "max_model_len", "longer than the maximum")
             ):
-                raise RowTooLongError(f"{what}: {error}", source_row) from error
+                raise RowTooLongError(str(error), source_row) from error
             raise
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, what: str) -> dict[str, Any]:

@@ -120,7 +120,11 @@ class TransformersTeacher:
             # The folder's name, not its place: a cache moves between machines, and so do its settings.
             teacher=path.resolve().name if path.is_dir() else self.model_id,
             revision=None if path.is_dir() else getattr(self.config, "_commit_hash", None),
-            fingerprint=_folder_fingerprint(path) if path.is_dir() else getattr(self.config, "_commit_hash", None),
+            fingerprint=(
+                _folder_fingerprint(path / self.model_init_kwargs.get("subfolder", ""))
+                if path.is_dir()
+                else getattr(self.config, "_commit_hash", None)
+            ),
             engine=f"transformers {transformers.__version__}",
             dtype=str(dtype).removeprefix("torch."),
             attn_implementation=self.model_init_kwargs.get("attn_implementation"),

@@ -100,13 +100,21 @@ def run(argv: list[str]) -> int:
 
 def make_scorer(teacher: str, manifest: str) -> Any:
     """What `compare_with_teacher` asks the live teacher with: the capture's own engine and the manifest's settings."""
+    from transformers import AutoTokenizer
+
+    from ..capture.build import Vocabulary
     from ..capture.engine import ScoreRequest, TokenRow
     from ..capture.transformers_engine import TransformersTeacher
     from ..teacher_cache.manifest import TeacherManifest
 
     met = TeacherManifest.from_json(manifest)
     engine = TransformersTeacher(teacher)
-    request = ScoreRequest(top_k=met.top_k, tail_temperatures=met.tail_temperatures, token_mask_size=met.vocab_size)
+    request = ScoreRequest(
+        top_k=met.top_k,
+        tail_temperatures=met.tail_temperatures,
+        token_mask_size=met.vocab_size,
+        missing_ids=Vocabulary.of(AutoTokenizer.from_pretrained(teacher), engine.head_rows).missing,
+    )
 
     def score(asked: list) -> list:
         rows = [TokenRow(ids, positions, number) for number, (ids, positions) in enumerate(asked)]

@@ -40,6 +40,8 @@ MAX_AUTO_CHUNK = 4096
 # fp16 reaches down to 6e-8 only: gradients of logits, which are at most about 1, are multiplied by this before they
 # are rounded to it, and the products are divided by it in fp32.
 FP16_TILE_SCALE = 1024.0
+# Rows of a chunk from which the module road lowers that factor.
+FP16_CHUNK_ROWS = 16
 
 
 @dataclass
@@ -361,10 +363,11 @@ class ModuleHead:
     @contextlib.contextmanager
     def running(self, hidden: Tensor, tensors: tuple[Tensor, ...], chunk_size: int) -> Iterator[None]:
         self._tensors = tensors
+        self._is_fp16 = product_dtype(hidden) == torch.float16
         try:
             yield
         finally:
-            del self._tensors
+            del self._tensors, self._is_fp16
 
     def project(self, hidden: Tensor, differentiable: bool) -> tuple[Tensor, Any]:
         with torch.set_grad_enabled(differentiable):
@@ -376,12 +379,29 @@ class ModuleHead:
         hidden, logits = saved
         wanted = [i for i, g in enumerate(gradients.tensors) if g is not None]
         inputs = [self._tensors[i] for i in wanted] + ([hidden] if gradients.hidden is not None else [])
-        products = torch.autograd.grad(logits, inputs, tile.to(logits.dtype), allow_unused=True)
+        products, scale = self._products(logits, inputs, tile)
         for i, product in zip(wanted, products, strict=False):
             if product is not None:
-                gradients.tensors[i].add_(product)
+                gradients.tensors[i].add_(product, alpha=1.0 / scale)
         if gradients.hidden is not None:
-            gradients.hidden[rows] = products[-1]
+            gradients.hidden[rows] = products[-1].to(gradients.hidden.dtype) / scale
+
+    def _products(self, logits: Tensor, inputs: list[Tensor], tile: Tensor) -> tuple[tuple[Tensor | None, ...], float]:
+        """
+        Gradients of `inputs`, times the second result. In fp16 the module sums a whole chunk up and rounds the sum to
+        fp16, so its factor shrinks with the number of rows, and again while a sum overflows.
+        """
+        if not self._is_fp16:
+            return torch.autograd.grad(logits, inputs, tile.to(logits.dtype), allow_unused=True), 1.0
+        scale = min(1.0, FP16_CHUNK_ROWS / len(tile))
+        tile.mul_(scale)
+        while True:
+            products = torch.autograd.grad(logits, inputs, tile.to(logits.dtype), allow_unused=True, retain_graph=True)
+            # Beyond that the sum itself is at fault, which a gradient scaler has to see
+            if scale < 1e-6 or all(bool(p.isfinite().all()) for p in products if p is not None):
+                return products, scale
+            tile.mul_(1 / 32)
+            scale /= 32
 
 
 @dataclass
@@ -484,6 +504,8 @@ class _Run:
         with torch.set_grad_enabled(factor is not None):
             student = log_q_tempered.detach().requires_grad_(factor is not None)
             kd = DIVERGENCES[self.divergence](student, log_p, self.beta)
+            if self.tail == "renormalize":  # no support, no teacher
+                kd = torch.where(any_present[:, 0], kd, 0.0)
             slopes = torch.autograd.grad(kd.sum(), student)[0] if factor is not None else None
         label_logit = None if raw_label is None else transform(raw_label.to(self.dtype))
         if stats is not None:
@@ -631,7 +653,7 @@ def auto_chunk_size(rows: int, bytes_per_logit: int, device_type: str, budget: i
     """
     if budget is None:
         budget = DEFAULT_MEMORY_BUDGET.get(device_type, DEFAULT_MEMORY_BUDGET["cuda"])
-    chunk = min(MAX_AUTO_CHUNK, max(1, budget // (rows * bytes_per_logit)))
+    chunk = min(MAX_AUTO_CHUNK, max(1, int(budget // (rows * bytes_per_logit))))
     return chunk - chunk % 16 if chunk >= 16 else chunk
 
 

@@ -60,6 +60,8 @@ def dense_loss(
     teacher_logprobs = teacher_outcomes(teacher, tail, temperature, dtype)
     student_logprobs = dense_outcomes(logits / temperature, teacher)
     kd = temperature**2 * DIVERGENCES[divergence](student_logprobs, teacher_logprobs, beta)
+    if tail == "renormalize":  # a support without entries cannot be scaled up: nothing is asked of the student there
+        kd = torch.where((teacher.logprobs > -math.inf).any(-1), kd, 0.0)
 
     log_q = torch.log_softmax(logits, dim=-1)
     if labels is None:

@@ -38,6 +38,11 @@ class TeacherTopK:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
+        # An engine may bring NumPy arrays or lists
+        for name in ("token_ids", "logprobs", "log_tail", "log_tail_at"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                setattr(self, name, torch.as_tensor(value))
         self.tail_temperatures = tuple(float(temperature) for temperature in self.tail_temperatures)
         if self.token_ids.shape != self.logprobs.shape or self.logprobs.dim() == 0:
             raise ValueError(
