@@ -112,6 +112,6 @@ def test_an_unknown_recipe_names_the_nearest(capsys):
 
 def test_a_missing_model_and_a_missing_cache_say_what_to_do(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["build", "--recipe", "smollm2_healing"]) == 1
+    assert main(["build", "--recipe", "smollm2_healing"]) == 2
     assert "demo_output/teacher" in capsys.readouterr().err
     assert not Path("cache").exists()

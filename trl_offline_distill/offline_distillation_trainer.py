@@ -226,6 +226,13 @@ class OfflineDistillationTrainer(SFTTrainer):
         for name, dataset in datasets.items():
             self._check_cached_dataset(dataset, name, first_rows[name])
 
+        widest = max((manifest.top_k for manifest in self.teacher_manifests), default=0)
+        if args.kd_top_k is not None and args.kd_top_k > widest:
+            raise ValueError(
+                f"`kd_top_k={args.kd_top_k}` is more than the {widest} candidates that the cache holds for a token. "
+                f"Leave it out to use all, or build a cache with a larger `top_k`."
+            )
+
         # The temperatures whose tails the batches carry: all that every teacher has, where the loss needs any
         self._tail_temperatures: tuple[float, ...] = ()
         if args.temperature != 1.0 and args.tail != "renormalize":

@@ -230,7 +230,7 @@ class ServerTeacher:
             except json.JSONDecodeError as error:
                 reason = f"an answer cut short ({error})"
             if attempt < self.retries:
-                logger.info("%s: %s; trying again in %.1f s.", what, reason, pause)
+                logger.warning("%s: %s; trying again in %.1f s.", what, reason, pause)
                 time.sleep(pause)
         raise TeacherUnavailableError(
             f"{what}: the server at {self.url} did not answer after {self.retries + 1} tries (last: {reason}). "

@@ -25,7 +25,7 @@ from trl.chat_template_utils import (
     has_generation_markers,
     is_chat_template_stop_token_trained,
 )
-from trl.data_utils import common_prefix_length, is_conversational, is_conversational_from_value
+from trl.data_utils import is_conversational, is_conversational_from_value
 
 from .._compat import prepare_sft_dataset, tokenize_like_sft
 from .processes import process_state
@@ -389,7 +389,7 @@ def _prompt_is_kept(example: dict[str, Any], processing_class: Any, chat_templat
     if is_conversational(example):
         kwargs = {"add_generation_prompt": True, **_chat_kwargs(example, chat_template)}
     prompt_ids = tokenize_like_sft(processing_class, example["prompt"], **kwargs)["input_ids"]
-    return {_PROMPT_KEPT: common_prefix_length(prompt_ids, example["input_ids"]) == len(prompt_ids)}
+    return {_PROMPT_KEPT: list(example["input_ids"][: len(prompt_ids)]) == list(prompt_ids)}
 
 
 def _tokenize_prompts(

@@ -105,22 +105,27 @@ def help_text(parser: "TrlParser", groups: dict[str, Iterable[str]], rest: str |
         groups (`dict[str, Iterable[str]]`): Title -> option names, in the order to show.
         rest (`str`, *optional*): Title of all other options; `None` leaves them out.
     """
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
-    shown = {title: [actions[name] for name in names if name in actions] for title, names in groups.items()}
+    # `--no_X` has the name of the `--X` it turns off, and a default of its own.
+    actions = {
+        action.dest: action
+        for action in parser._actions
+        if action.dest != "help" and not any(option.startswith("--no_") for option in action.option_strings)
+    }
+    shown, listed = {}, set()
+    for title, names in groups.items():
+        shown[title] = [actions[name] for name in names if name in actions and name not in listed]
+        listed |= {action.dest for action in shown[title]}
     if rest is not None:
-        listed = {action.dest for group in shown.values() for action in group}
         shown[rest] = [action for name, action in actions.items() if name not in listed]
     width = min(shutil.get_terminal_size().columns, 119)
     lines = [f"usage: {parser.usage}", "", *textwrap.wrap(parser.description, width)]
     for title, group in shown.items():
         lines += ["", f"{title}:"]
         for action in group:
-            if action.dest.startswith("no_"):
-                continue
             default = "" if action.default in (None, [], "") or not action.option_strings else f" [{action.default}]"
             required = " (required)" if action.required else ""
             choices = f" ({', '.join(map(str, action.choices))})" if action.choices and len(action.choices) < 8 else ""
-            text = " ".join((action.help or "").split()) + choices + default + required
+            text = " ".join((action.help or "").replace("%%", "%").split()) + choices + default + required
             head = f"  --{action.dest}"
             column = 30
             if len(head) > column - 2:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import UsageError
+from . import UsageError, check_output, reading
 
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class BuildArguments:
 
     # What is kept
     top_k: int = field(default=100, metadata={"help": "Candidates kept for each token."})
-    layout: str = field(default="default", metadata={"help": "How a position is stored: default, compact, ..."})
+    layout: str = field(
+        default="default", metadata={"help": "How a position is stored: default, compact, min_mass or sampled."}
+    )
     tail_temperatures: list[float] = field(
         default_factory=list,
         metadata={"help": "Temperatures other than 1 at which the tail is kept too; training at T != 1 needs them."},
@@ -119,6 +121,7 @@ _OWN = (
     "dataset_rows",
     "student",
 )
+_FILE_FORMATS = ("json", "text", "csv", "parquet")
 HELP_GROUPS = {
     "teacher and source": ("teacher", *_OWN, "processing_class"),
     "what is kept": ("top_k", "layout", "tail_temperatures", "seed"),
@@ -153,6 +156,16 @@ def run(argv: list[str]) -> int:
         print(help_text(parser, HELP_GROUPS, rest="a mixture of datasets (in YAML)"))
         return 0
     args, mixture, _ = parse(parser, expand(argv, "build.yaml"))
+    if args.output_dir is None and args.push_to_hub is None:
+        raise UsageError("say where the cache goes: `output_dir`, `push_to_hub`, or both.")
+    check_output("output_dir", args.output_dir)
+    if not args.teacher.startswith(("http://", "https://")):
+        from transformers import AutoConfig
+
+        names = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "gguf_file")
+        options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name in names}
+        with reading("teacher", args.teacher):
+            AutoConfig.from_pretrained(args.teacher, **options)
     dataset = load_source(args, mixture)
     if args.student is not None:
         print(check_student_model(args.teacher, args.student, args.processing_class))
@@ -160,8 +173,8 @@ def run(argv: list[str]) -> int:
     from ..capture.build import build_distillation_dataset
 
     cached = build_distillation_dataset(dataset, **builder_arguments(args))
-    place = args.push_to_hub or args.output_dir or "the datasets cache (give `--output_dir` to choose a folder)"
-    print(f"{len(cached):,} rows cached in {place}")
+    place = args.push_to_hub or args.output_dir
+    print(f"{len(cached):,} rows cached in {place}. Look at them: trl-offline-distill inspect {place}")
     return 0
 
 
@@ -182,13 +195,18 @@ def load_source(args: BuildArguments, mixture: "DatasetMixtureConfig") -> "Datas
     elif (Path(args.dataset_name) / "state.json").is_file():
         dataset = load_from_disk(args.dataset_name)
     else:
-        dataset = load_dataset(
-            args.dataset_name,
-            args.dataset_config,
-            split=args.dataset_split,
-            revision=args.dataset_revision,
-            data_files=args.dataset_data_files,
-        )
+        for file in args.dataset_data_files or []:
+            # Beside a Hub name they are files of that repository.
+            if args.dataset_name in _FILE_FORMATS and not {"*", ":"} & set(file) and not Path(file).exists():
+                raise UsageError(f"`dataset_data_files`: there is no file {file!r}. Make it first, or name another.")
+        with reading("dataset_name", args.dataset_name):
+            dataset = load_dataset(
+                args.dataset_name,
+                args.dataset_config,
+                split=args.dataset_split,
+                revision=args.dataset_revision,
+                data_files=args.dataset_data_files,
+            )
     if args.dataset_rows is not None:
         dataset = dataset.select(range(min(args.dataset_rows, len(dataset))))
     return dataset
@@ -213,8 +231,11 @@ def check_student_model(teacher: str, student: str, processing_class: str | None
         raise ValueError(
             "`student` cannot be compared with a served teacher without its tokenizer: set `processing_class`."
         )
-    teacher_tokenizer = AutoTokenizer.from_pretrained(processing_class or teacher)
-    student_rows = AutoConfig.from_pretrained(student).get_text_config().vocab_size
+    with reading("processing_class" if processing_class else "teacher", processing_class or teacher):
+        teacher_tokenizer = AutoTokenizer.from_pretrained(processing_class or teacher)
+    with reading("student", student):
+        student_rows = AutoConfig.from_pretrained(student).get_text_config().vocab_size
+        student_tokenizer = AutoTokenizer.from_pretrained(student)
     manifest = TeacherManifest(
         teacher=teacher,
         tokenizer_fingerprint=tokenizer_fingerprint(teacher_tokenizer),
@@ -222,7 +243,10 @@ def check_student_model(teacher: str, student: str, processing_class: str | None
         top_k=1,
         layout="default",
     )
-    check_student(manifest, tokenizer=AutoTokenizer.from_pretrained(student), head_rows=student_rows)
+    try:
+        check_student(manifest, tokenizer=student_tokenizer, head_rows=student_rows)
+    except ValueError as error:
+        raise ValueError(f"`student={student}` does not fit `teacher={teacher}`: {error}") from error
     return (
         f"{student} has the teacher's tokenizer and {student_rows:,} head rows for {len(teacher_tokenizer):,} tokens."
     )

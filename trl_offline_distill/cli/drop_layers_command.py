@@ -1,8 +1,9 @@
 """`trl-offline-distill drop-layers`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from . import UsageError
+from . import UsageError, check_new_folder, reading
 
 
 @dataclass
@@ -13,6 +14,7 @@ class DropLayersArguments:
     layers: str = field(metadata={"help": "Layers to drop, from 0: numbers and ranges, as in 4,7,16-25."})
     output_dir: str = field(metadata={"help": "Folder of the student."})
     dtype: str = field(default="auto", metadata={"help": "dtype the model is loaded and saved in."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace what `output_dir` holds."})
 
 
 def parse_layers(text: str) -> list[int]:
@@ -35,12 +37,19 @@ def run(argv: list[str]) -> int:
         return 0
     args, _ = parse(parser, expand(argv, "drop_layers.yaml"))
     layers = parse_layers(args.layers)
+    if Path(args.output_dir).resolve() == Path(args.model_name_or_path).resolve():
+        raise UsageError(
+            f"`output_dir={args.output_dir}` is the model itself, which stays as it is. Name another one."
+        )
+    check_new_folder("output_dir", args.output_dir, args.overwrite)
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..healing import drop_layers
 
-    stored = getattr(AutoConfig.from_pretrained(args.model_name_or_path), "quantization_config", None) or {}
+    with reading("model_name_or_path", args.model_name_or_path):
+        config = AutoConfig.from_pretrained(args.model_name_or_path)
+    stored = getattr(config, "quantization_config", None) or {}
     options = {}
     if stored.get("quant_method") == "mxfp4":
         from transformers import Mxfp4Config

@@ -1,6 +1,9 @@
 """`trl-offline-distill export`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import check_output
 
 
 @dataclass
@@ -8,7 +11,7 @@ class ExportArguments:
     """A cached dataset, and where its typed copy goes."""
 
     dataset_name: str = field(
-        metadata={"help": "Cached dataset: Hub name or folder; `--dataset_name` may be left out."}
+        metadata={"help": "Cached dataset: Hub name or folder; may stand first, without the option's name."}
     )
     output_file: str = field(metadata={"help": "Parquet file to write, or a JSON Lines file if it ends in .jsonl."})
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name."})
@@ -32,10 +35,13 @@ def run(argv: list[str]) -> int:
 
     from ..teacher_cache.exporters import to_typed_columns
 
+    check_output("output_file", args.output_file)
     typed = to_typed_columns(load_cached_split(args))
-    if args.output_file.endswith(".jsonl"):
-        typed.to_json(args.output_file)
-    else:
-        typed.to_parquet(args.output_file)
+    partial = Path(f"{args.output_file}.partial")
+    try:
+        (typed.to_json if args.output_file.endswith(".jsonl") else typed.to_parquet)(str(partial))
+        partial.replace(args.output_file)
+    finally:
+        partial.unlink(missing_ok=True)
     print(f"{len(typed):,} rows written to {args.output_file}")
     return 0

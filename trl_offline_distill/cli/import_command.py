@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import check_new_folder, reading
+
 
 @dataclass
 class ImportArguments:
@@ -18,7 +20,14 @@ class ImportArguments:
         default=None, metadata={"help": "Files, for `--dataset_name json` and the like."}
     )
     teacher: str | None = field(default=None, metadata={"help": "Id of the teacher that made the signal."})
-    source: str | None = field(default=None, metadata={"help": "Format. Default: told by the columns."})
+    source: str | None = field(
+        default=None,
+        metadata={
+            "help": "Format: typed, llama_405b_logits, axolotl, nemo_aligner or chat_logprobs. Default: told by the "
+            "columns. Others are refused with the reason."
+        },
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace what `output_dir` holds."})
     value_kind: str | None = field(
         default=None, metadata={"help": "What the numbers are: logprob, probability or logit. Default: detected."}
     )
@@ -57,6 +66,8 @@ def run(argv: list[str]) -> int:
         return 0
     args, _ = parse(parser, expand(first_positional(argv, "dataset_name"), "import.yaml"))
 
+    check_new_folder("output_dir", args.output_dir, args.overwrite)
+
     from datasets import load_dataset, load_from_disk
     from transformers import AutoTokenizer
 
@@ -65,15 +76,18 @@ def run(argv: list[str]) -> int:
     if (Path(args.dataset_name) / "state.json").is_file():
         foreign = load_from_disk(args.dataset_name)
     else:
-        foreign = load_dataset(
-            args.dataset_name,
-            args.dataset_config,
-            split=args.dataset_split,
-            revision=args.dataset_revision,
-            data_files=args.dataset_data_files,
-        )
+        with reading("dataset_name", args.dataset_name):
+            foreign = load_dataset(
+                args.dataset_name,
+                args.dataset_config,
+                split=args.dataset_split,
+                revision=args.dataset_revision,
+                data_files=args.dataset_data_files,
+            )
     options = {name: getattr(args, name) for name in _PASSED}
-    cached = import_teacher(foreign, tokenizer=AutoTokenizer.from_pretrained(args.tokenizer), **options)
+    with reading("tokenizer", args.tokenizer):
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    cached = import_teacher(foreign, tokenizer=tokenizer, **options)
     cached.save_to_disk(args.output_dir)
     print(f"{len(cached):,} rows imported. Look at them: trl-offline-distill inspect {args.output_dir}")
     return 0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import UsageError
+from . import UsageError, check_output, reading
 
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ class InspectArguments:
     """A cached dataset and what to say of it."""
 
     dataset_name: str = field(
-        metadata={"help": "Cached dataset: Hub name or folder; `--dataset_name` may be left out."}
+        metadata={"help": "Cached dataset: Hub name or folder; may stand first, without the option's name."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration name."})
     dataset_split: str = field(default="train", metadata={"help": "Split."})
@@ -47,13 +47,14 @@ def load_cached_split(args: Any) -> "Dataset | IterableDataset":
         return load_from_disk(args.dataset_name)
     if (folder / "dataset_dict.json").is_file():
         return load_from_disk(args.dataset_name)[args.dataset_split]
-    return load_cache(
-        args.dataset_name,
-        args.dataset_config,
-        split=args.dataset_split,
-        revision=args.dataset_revision,
-        streaming=getattr(args, "streaming", False),
-    )
+    with reading("dataset_name", args.dataset_name):
+        return load_cache(
+            args.dataset_name,
+            args.dataset_config,
+            split=args.dataset_split,
+            revision=args.dataset_revision,
+            streaming=getattr(args, "streaming", False),
+        )
 
 
 def first_positional(argv: list[str], option: str) -> list[str]:
@@ -75,17 +76,28 @@ def run(argv: list[str]) -> int:
     from ..cache_report import compare_with_teacher, describe_row, inspect_cache
     from ..teacher_cache.manifest import TeacherManifest
 
+    check_output("plot", args.plot)
     dataset = load_cached_split(args)
     if args.decode is not None:
         from itertools import islice
 
+        from datasets import Dataset
         from transformers import AutoTokenizer
 
         row = next(islice(iter(dataset), args.decode, None), None)
         if row is None or args.decode < 0:
-            raise UsageError(f"`decode={args.decode}`: the dataset has no such row.")
-        name = args.processing_class or TeacherManifest.from_json(row["teacher_manifest"]).teacher
-        print(describe_row(row, AutoTokenizer.from_pretrained(name), candidates=args.candidates))
+            count = f", it has {len(dataset):,}" if isinstance(dataset, Dataset) else ""
+            raise UsageError(f"`decode={args.decode}`: the dataset has no such row{count}.")
+        manifest = TeacherManifest.from_json(row["teacher_manifest"])
+        name = args.processing_class or args.teacher or manifest.teacher
+        if name == manifest.teacher and manifest.teacher_revision is None and not Path(name).exists():
+            raise UsageError(
+                f"`decode` needs a tokenizer, and the teacher {name!r} of this cache was a local folder. Give "
+                "`processing_class`: a folder or Hub name with its tokenizer."
+            )
+        with reading("processing_class", name):
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        print(describe_row(row, tokenizer, candidates=args.candidates))
         return 0
     report = inspect_cache(dataset, max_rows=args.max_rows)
     print(report.to_text())

@@ -4,14 +4,18 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import UsageError
+from . import UsageError, check_output
 
 
 @dataclass
 class PlotArguments:
     """A run, and where its picture goes."""
 
-    run: str = field(metadata={"help": "A run's output_dir, checkpoint or trainer_state.json; `--run` is optional."})
+    run: str = field(
+        metadata={
+            "help": "A run's output_dir, checkpoint or trainer_state.json; may stand first, without the option's name."
+        }
+    )
     output_file: str | None = field(default=None, metadata={"help": "PNG to write. Default: beside the run's state."})
     title: str | None = field(default=None, metadata={"help": "Title of the picture."})
 
@@ -42,6 +46,7 @@ def run(argv: list[str]) -> int:
 
     state = find_state(args.run)
     history = json.loads(state.read_text(encoding="utf-8"))["log_history"]
+    check_output("output_file", args.output_file)
     target = args.output_file or state.with_name("distillation.png")
     print(f"Drawn to {plot_log_history(history, target, args.title)}")
     return 0

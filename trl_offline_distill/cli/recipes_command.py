@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-from . import UsageError
+from . import UsageError, nearest
+from .recipe_run import STEPS, run_recipe, run_tiny_recipe
 
 
 USAGE = """usage: trl-offline-distill recipes list
@@ -35,10 +36,11 @@ def run(argv: list[str]) -> int:
         if target.exists():
             raise UsageError(f"`{target}` exists: name another folder.")
         shutil.copytree(find_recipe(rest[0], "train.yaml").parent, target)
-        print(f"Copied to {target}; run it: trl-offline-distill build --config {target / 'build.yaml'}")
+        print(f"Copied to {target}. What each file needs before it stands in its first lines; then, in this order:")
+        for step in STEPS:
+            if (target / f"{step}.yaml").is_file():
+                print(f"trl-offline-distill {step.replace('_', '-')} --config {target / f'{step}.yaml'}")
     elif action == "run" and len([word for word in rest if word != "--tiny"]) == 1:
-        from .recipe_run import run_recipe, run_tiny_recipe
-
         (name,) = [word for word in rest if word != "--tiny"]
         if "--tiny" in rest:
             kl = run_tiny_recipe(name)
@@ -46,5 +48,9 @@ def run(argv: list[str]) -> int:
         else:
             run_recipe(name)
     else:
-        raise UsageError(f"`recipes {' '.join(argv)}` is not understood.\n{USAGE}")
+        unknown = next((word for word in argv if word.startswith("-") and word != "--tiny"), action)
+        raise UsageError(
+            f"`recipes {' '.join(argv)}` is not understood"
+            f"{nearest(unknown, ('list', 'show', 'copy', 'run', '--tiny'))}\n{USAGE}"
+        )
     return 0

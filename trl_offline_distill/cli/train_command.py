@@ -1,10 +1,12 @@
 """`trl-offline-distill train`: reads the options, then hands the run to `accelerate launch`."""
 
 import importlib.resources
+import logging
 import os
+import subprocess
 from pathlib import Path
 
-from . import UsageError, nearest
+from . import UsageError, check_output, nearest, reading
 
 
 SCRIPT = "trl_offline_distill.cli.train_script"
@@ -24,11 +26,42 @@ def run(argv: list[str]) -> int:
     launch_names = {
         option.lstrip("-").replace("-", "_") for action in launch_parser._actions for option in action.option_strings
     }
-    *_, launch_arguments = parse(make_parser(), argv, extra=launch_names | {"accelerate_config"})
+    script, training, model, mixture, launch_arguments = parse(
+        make_parser(), argv, extra=launch_names | {"accelerate_config"}
+    )
+    _check(script, training, model, mixture)
     own_arguments = _without(argv, launch_arguments)
     launch = launch_parser.parse_args([*_with_config_file(launch_arguments), "--module", SCRIPT, *own_arguments])
-    launch_command(launch)
+    # It lists the options that it was not given; its defaults are what a plain `train` means.
+    logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
+    try:
+        launch_command(launch)
+    except subprocess.CalledProcessError as error:
+        # The launched process has said what was wrong.
+        if os.environ.get("TRL_OFFLINE_DISTILL_TRACEBACK"):
+            raise
+        return error.returncode
     return 0
+
+
+def _check(script, training, model, mixture) -> None:
+    """What is wrong is said at once, not by every launched process."""
+    from transformers import AutoConfig
+
+    from .train_script import check
+
+    check(script, model, mixture)
+    check_output("output_dir", training.output_dir)
+    hint = "See the first lines of `recipes show NAME` for the steps before, if it is a recipe's."
+    with reading("model_name_or_path", model.model_name_or_path, hint):
+        AutoConfig.from_pretrained(
+            model.model_name_or_path,
+            revision=model.model_revision,
+            trust_remote_code=training.trust_remote_code,
+        )
+    if script.dataset_name is not None:
+        with reading("dataset_name", script.dataset_name, hint):
+            pass
 
 
 def _help(everything: bool) -> str:

@@ -1,5 +1,6 @@
 """One process of a training, as `trl-offline-distill train` launches it through `accelerate launch`."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +36,6 @@ def load_cached(
 
     from trl_offline_distill.teacher_cache.hub import load_cache
 
-    if bool(script.dataset_name) == bool(mixture.datasets):
-        raise ValueError("Name the cached dataset by `dataset_name` or by `datasets`: exactly one of them.")
     if mixture.datasets:
         return get_dataset(mixture)
     folder = Path(script.dataset_name)
@@ -69,6 +68,35 @@ def dequantisation(model: "ModelConfig", trust_remote_code: bool) -> object | No
     return Mxfp4Config(dequantize=True)
 
 
+def check(script: "ScriptArguments", model: "ModelConfig", mixture: "DatasetMixtureConfig") -> None:
+    """
+    What can be said before anything is loaded.
+
+    Raises:
+        UsageError: names the option, its value and the fix.
+    """
+    from trl import ModelConfig
+
+    from trl_offline_distill.cli import UsageError
+
+    if model.model_name_or_path is None:
+        raise UsageError("`model_name_or_path` is required: the student, by Hub name or path.")
+    if bool(script.dataset_name) == bool(mixture.datasets):
+        raise UsageError("Name the cached dataset by `dataset_name` or by `datasets`: exactly one of them.")
+    if not model.use_peft:
+        plain = ModelConfig()
+        unused = [
+            item.name
+            for item in dataclasses.fields(model)
+            if item.name.startswith("lora_") and getattr(model, item.name) != getattr(plain, item.name)
+        ]
+        if unused:
+            raise UsageError(
+                f"`{unused[0]}={getattr(model, unused[0])}` has no effect without `use_peft`, and every parameter "
+                "would be trained. Set `use_peft: true`, or leave it out."
+            )
+
+
 def adapter(model: "ModelConfig") -> object | None:
     """
     `peft.LoraConfig` of the arguments, or `None` without `use_peft`. TRL makes a pattern of a single target module,
@@ -91,8 +119,7 @@ def main(
 ) -> None:
     from trl_offline_distill import OfflineDistillationTrainer
 
-    if model.model_name_or_path is None:
-        raise ValueError("`model_name_or_path` is required: the student, by Hub name or path.")
+    check(script, model, mixture)
     quantization = dequantisation(model, training.trust_remote_code)
     training.model_init_kwargs = {
         "revision": model.model_revision,
@@ -132,22 +159,22 @@ def main(
 
 def run() -> int:
     """Parses the options again in the launched process, and prints an error as one line."""
+    import os
     import sys
+    import warnings
 
-    from trl_offline_distill.cli import UsageError, redact
+    from trl_offline_distill.cli import report
     from trl_offline_distill.cli.arguments import parse
 
+    # TRL's default of an option that transformers is renaming.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     try:
         *parsed, _ = parse(make_parser(), sys.argv[1:])
         main(*parsed)
-    except (UsageError, ValueError, OSError) as error:
-        import os
-        import traceback
-
+    except Exception as error:
         if os.environ.get("TRL_OFFLINE_DISTILL_TRACEBACK"):
-            traceback.print_exc()
-        print(f"error: {redact(str(error))}", file=sys.stderr)
-        return 1
+            raise
+        return report(error)
     return 0
 
 
