@@ -14,6 +14,7 @@ import argparse
 import csv
 import ctypes
 import gc
+import importlib
 import importlib.util
 import json
 import math
@@ -301,6 +302,8 @@ class Method:
     def why_not(self, device: str) -> str | None:
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
+        if self.package == "trl" and not hasattr(importlib.import_module("trl.kernels"), "ChunkedLogProbFunction"):
+            return "TRL has had it from 1.16 on"
         if self.cuda_only and device != "cuda":
             return "Triton kernels, CUDA only"
         return None

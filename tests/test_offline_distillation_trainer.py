@@ -174,7 +174,7 @@ def test_without_a_teacher_term_it_is_sft(tmp_path, rows, cached):
         processing_class=tiny_tokenizer(),
     )
     sft.train()
-    assert losses_of(trainer) == pytest.approx(losses_of(sft), abs=1e-6)
+    assert losses_of(trainer) == pytest.approx(losses_of(sft), abs=2e-6)
     assert_same_parameters(ours, theirs, atol=5e-5)
     for ours_logged, theirs_logged in zip(trainer.state.log_history, sft.state.log_history, strict=True):
         for name in ("entropy", "mean_token_accuracy", "num_tokens"):

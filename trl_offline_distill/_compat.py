@@ -38,6 +38,7 @@ def prepare_sft_dataset(
         max_length=max_length,
         truncation_mode=truncation_mode,
         shuffle_dataset=False,
+        use_liger_kernel=False,  # read by TRL 1.14
     )
     return SFTTrainer._prepare_dataset(
         trainer, dataset, processing_class, args, packing=False, formatting_func=formatting_func, dataset_name="source"

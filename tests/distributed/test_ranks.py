@@ -151,6 +151,8 @@ def test_deepspeed(results, stage):
 @pytest.mark.parametrize("group", ["ddp", "fsdp2"])
 def test_resume_on_two_ranks(results, group):
     one, two = results(group, 1)["interrupted"], results(group, 2)["interrupted"]
+    if two is None:
+        pytest.skip("torch resumes on several CPU processes from 2.10 on")
     assert_same_parameters(two["parameters"], one["parameters"], atol=2e-6)
     assert_same_parameters(two["resumed"]["parameters"], two["parameters"], atol=0.0)
     assert two["resumed"]["log"][-1]["num_tokens"] == two["log"][-1]["num_tokens"]
