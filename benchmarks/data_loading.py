@@ -10,8 +10,9 @@ same collator without a teacher, measured where it runs. `epoch` is the whole, o
 and moving the tensors out of the worker, less an epoch of the same rows without their teacher. CPU time holds on a
 busy machine, where the clock does not.
 
-Memory: a fresh process is given `--memory_mib` beyond what its imports took (RLIMIT_DATA; pages of the mapped file are
-the kernel's, which can drop them), writes a larger cache in pieces, and reads it for an epoch.
+Memory: what belongs to a fresh process alone while it reads a cache of `--epoch_mib` for an epoch, shuffled from a
+mapped file (whose pages are the kernel's, which can drop them) and streaming from shards of 256 MiB, the size that
+builds write.
 """
 
 import argparse
@@ -43,6 +44,7 @@ RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 VOCAB = 151_936
 BATCH = 4
+SHARD_MIB = 256
 
 
 def make_rows(rows: int, length: int, top_k: int, layout: str, seed: int = 0) -> list[dict]:
@@ -181,9 +183,6 @@ def anonymous_mib() -> float:
 def memory_of_an_epoch(args: argparse.Namespace) -> dict:
     """Runs in a fresh process: writes a cache of `--epoch_mib` in pieces and reads it once."""
     torch.set_num_threads(1)
-    imported = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
-    limit = imported + args.memory_mib * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     start, folder = anonymous_mib(), Path(args.memory_in)
     rows = max(1, args.epoch_mib * MIB // (args.length * 437))
     piece = make_rows(8, args.length, args.top_k, "default")
@@ -194,8 +193,9 @@ def memory_of_an_epoch(args: argparse.Namespace) -> dict:
 
     dataset = Dataset.from_generator(generate, features=FEATURES, cache_dir=str(folder), writer_batch_size=16)
     if args.memory_mode == "streaming":
-        for part in range(8):
-            dataset.shard(8, part).to_parquet(folder / f"cache-{part}.parquet", batch_size=16)
+        parts = max(2, args.epoch_mib // SHARD_MIB)
+        for part in range(parts):
+            dataset.shard(parts, part).to_parquet(folder / f"cache-{part}.parquet", batch_size=16)
         source = load_dataset("parquet", data_files=str(folder / "*.parquet"), split="train", streaming=True)
     else:
         source = dataset
@@ -211,13 +211,13 @@ def memory_of_an_epoch(args: argparse.Namespace) -> dict:
             curve.append((seen / rows, anonymous_mib()))
     if seen != rows:
         raise RuntimeError(f"read {seen} rows of {rows}")
-    return {"mode": args.memory_mode, "cache_mib": cached, "given_mib": args.memory_mib + start, "curve": curve}
+    return {"mode": args.memory_mode, "cache_mib": cached, "imports_mib": start, "curve": curve}
 
 
 def memory_in_a_fresh_process(args: argparse.Namespace, mode: str) -> dict:
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         command = [sys.executable, __file__, "--memory_in", folder, "--memory_mode", mode]
-        for name in ("epoch_mib", "memory_mib", "length", "top_k"):
+        for name in ("epoch_mib", "length", "top_k"):
             command += [f"--{name}", str(getattr(args, name))]
         done = subprocess.run(
             command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HOME": folder}
@@ -252,7 +252,7 @@ def draw(timings: list[Timing], memory: list[dict], path: Path, title: str) -> N
         for result in memory:
             where, mib = zip(*result["curve"])
             lines.plot(where, mib, label=f"{result['mode']}: cache of {result['cache_mib']:,.0f} MiB")
-        lines.axhline(memory[0]["given_mib"], color="black", linewidth=1, linestyle="--", label="memory given")
+        lines.axhline(memory[0]["imports_mib"], color="black", linewidth=1, linestyle="--", label="imports alone")
         lines.legend(fontsize="small")
         lines.set(xlabel="part of the epoch", ylabel="MiB of the process", ylim=(0, None))
     figure.suptitle(title, fontsize="medium")
@@ -266,9 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top_k", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--epoch_mib", type=int, default=1024, help="size of the cache of the memory run; 0 leaves it out"
+        "--epoch_mib", type=int, default=3072, help="size of the cache of the memory run; 0 leaves it out"
     )
-    parser.add_argument("--memory_mib", type=int, default=384, help="memory given to that run")
     parser.add_argument("--scratch", help="folder for the data; default: the system's temporary folder")
     parser.add_argument("--output_dir", type=Path, default=RESULTS)
     parser.add_argument("--memory_in", help=argparse.SUPPRESS)
@@ -293,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     for result in memory:
         peak = max(mib for _, mib in result["curve"])
         lines.append(
-            f"{result['mode']}: cache {result['cache_mib']:,.0f} MiB, memory given {result['given_mib']:,.0f} MiB, "
+            f"{result['mode']}: cache {result['cache_mib']:,.0f} MiB, imports {result['imports_mib']:,.0f} MiB, "
             f"peak {peak:,.0f} MiB, second half of the epoch {growth(result):+.1f} MiB"
         )
     print("\n".join(lines))
