@@ -16,7 +16,7 @@ from trl_offline_distill.estimate import LOSSES, loss_bytes
 
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README.md")]
 PAGES += sorted(ROOT.glob("docs/**/*.md"))
 BLOCK = re.compile(
     r"^(?:<!--(?P<comment>[^>]*?)-->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL

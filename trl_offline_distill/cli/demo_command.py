@@ -19,4 +19,6 @@ def run(argv: list[str]) -> int:
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     run_demo(args)
+    if args.only_material:
+        print("Next: trl-offline-distill drop-layers --recipe smollm2_healing")
     return 0
