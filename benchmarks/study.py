@@ -445,6 +445,14 @@ def figure_of(rows: int, columns: int, size: tuple[float, float]):
     return figure, axes
 
 
+def use_log_scale(axis) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_yscale("log")
+    for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def draw_arms(runs: list[dict], path: Path) -> None:
     """Final held-out KL and calibration error: one row an arm, one point a seed."""
     measures = (("kl", "held-out KL to the teacher (nats a token)"), ("calibration_error", "calibration error"))
@@ -481,7 +489,7 @@ def draw_curves(runs: list[dict], path: Path) -> None:
                 steps = [point["step"] for point in next(iter(arms[arm].values()))["curve"]]
                 style = {"color": "black", "linestyle": "--"} if arm == "online" else {"color": f"C{number}"}
                 axis.plot(steps, np.mean(curves, axis=0), label=ARMS[arm][0], linewidth=1.4, **style)
-            axis.set_yscale("log")
+            use_log_scale(axis)
             axis.set_xlabel("step")
             axis.set_title(f"{layers} of 30 layers, {language.capitalize()}", fontsize=10)
         line[0].set_ylabel("held-out KL (nats a token)")
@@ -506,7 +514,7 @@ def draw_online(runs: list[dict], path: Path) -> None:
             if 0 in arms.get(arm, {}):
                 losses = arms[arm][0]["losses"]
                 axis.plot(range(1, len(losses) + 1), losses, label=label, **style)
-        axis.set_yscale("log")
+        use_log_scale(axis)
         axis.set_xlabel("step")
         axis.set_title(f"{layers} of 30 layers, seed 0", fontsize=10)
     axes[0, 0].set_ylabel("training loss (nats a token)")
