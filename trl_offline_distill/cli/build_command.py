@@ -178,9 +178,28 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def load_named(args: Any) -> "Dataset":
+    """The dataset that `dataset_name`, `_config`, `_split`, `_revision` and `_data_files` name; also for `import`."""
+    from datasets import load_dataset, load_from_disk
+
+    if (Path(args.dataset_name) / "state.json").is_file():
+        return load_from_disk(args.dataset_name)
+    for file in args.dataset_data_files or []:
+        # Beside a Hub name they are files of that repository.
+        if args.dataset_name in _FILE_FORMATS and not {"*", ":"} & set(file) and not Path(file).exists():
+            raise UsageError(f"`dataset_data_files`: there is no file {file!r}. Make it first, or name another.")
+    with reading("dataset_name", args.dataset_name):
+        return load_dataset(
+            args.dataset_name,
+            args.dataset_config,
+            split=args.dataset_split,
+            revision=args.dataset_revision,
+            data_files=args.dataset_data_files,
+        )
+
+
 def load_source(args: BuildArguments, mixture: "DatasetMixtureConfig") -> "Dataset":
     """The text dataset that the arguments name."""
-    from datasets import load_dataset, load_from_disk
     from trl import get_dataset
 
     if bool(args.dataset_name) == bool(mixture.datasets):
@@ -192,21 +211,8 @@ def load_source(args: BuildArguments, mixture: "DatasetMixtureConfig") -> "Datas
                 f"`dataset_split={args.dataset_split!r}`: the mixture has the splits {', '.join(mixed)}. Name one."
             )
         dataset = mixed[args.dataset_split]
-    elif (Path(args.dataset_name) / "state.json").is_file():
-        dataset = load_from_disk(args.dataset_name)
     else:
-        for file in args.dataset_data_files or []:
-            # Beside a Hub name they are files of that repository.
-            if args.dataset_name in _FILE_FORMATS and not {"*", ":"} & set(file) and not Path(file).exists():
-                raise UsageError(f"`dataset_data_files`: there is no file {file!r}. Make it first, or name another.")
-        with reading("dataset_name", args.dataset_name):
-            dataset = load_dataset(
-                args.dataset_name,
-                args.dataset_config,
-                split=args.dataset_split,
-                revision=args.dataset_revision,
-                data_files=args.dataset_data_files,
-            )
+        dataset = load_named(args)
     if args.dataset_rows is not None:
         dataset = dataset.select(range(min(args.dataset_rows, len(dataset))))
     return dataset

@@ -1,7 +1,6 @@
 """`trl-offline-distill import`: options named like the arguments of `import_teacher`."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from . import check_new_folder, reading
 
@@ -58,6 +57,7 @@ _PASSED = (
 
 def run(argv: list[str]) -> int:
     from .arguments import expand, help_text, make_parser, parse
+    from .build_command import load_named
     from .inspect_command import first_positional
 
     parser = make_parser([ImportArguments], "import", "Turn another tool's cached teacher into our columns.")
@@ -68,22 +68,11 @@ def run(argv: list[str]) -> int:
 
     check_new_folder("output_dir", args.output_dir, args.overwrite)
 
-    from datasets import load_dataset, load_from_disk
     from transformers import AutoTokenizer
 
     from ..teacher_cache.importers import import_teacher
 
-    if (Path(args.dataset_name) / "state.json").is_file():
-        foreign = load_from_disk(args.dataset_name)
-    else:
-        with reading("dataset_name", args.dataset_name):
-            foreign = load_dataset(
-                args.dataset_name,
-                args.dataset_config,
-                split=args.dataset_split,
-                revision=args.dataset_revision,
-                data_files=args.dataset_data_files,
-            )
+    foreign = load_named(args)
     options = {name: getattr(args, name) for name in _PASSED}
     with reading("tokenizer", args.tokenizer):
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
