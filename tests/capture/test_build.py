@@ -430,6 +430,16 @@ def test_rows_that_only_the_engine_finds_too_long(caplog, tmp_path, shard_bytes)
     assert sum(record["rows"] for record in records) == len(fitting)
 
 
+def test_an_engine_that_names_a_row_nobody_asked_for_stops_the_build():
+    class Confused(NarrowTeacher):
+        def score(self, rows, request):
+            raise RowTooLongError("Row 99 is too long for me.", 99)
+            yield
+
+    with pytest.raises(RowTooLongError, match="Row 99"):
+        run(DATASET, Confused(make_teacher()), long_rows="skip")
+
+
 def test_prompts_that_only_the_engine_finds_too_long():
     prompts = Dataset.from_dict({"prompt": ["why", "the sky is blue and the sun is far away now", "hello"]})
     options = {"generation": {"max_new_tokens": 2, "temperature": 0.0}}

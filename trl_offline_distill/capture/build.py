@@ -431,7 +431,7 @@ class _Job:
                     )
                     break
                 except RowTooLongError as error:
-                    skipped.append(self._skipped(error))
+                    skipped.append(self._skipped(error, source_rows))
                     kept = [row for row, source_row in enumerate(source_rows) if source_row != error.source_row]
                     source_rows, input_ids = [source_rows[row] for row in kept], [input_ids[row] for row in kept]
             for row, (prompt, completion) in enumerate(zip(input_ids, completions, strict=True)):
@@ -451,9 +451,9 @@ class _Job:
             logger.warning("%d row(s) were too long for the teacher and are left out: %s.", len(skipped), skipped)
         return rows, {**statistics.to_dict(), "skipped_rows": skipped}
 
-    def _skipped(self, error: RowTooLongError) -> int:
-        """The source row that only the engine found to be too long, where such rows are to be left out."""
-        if self.long_rows == "error":
+    def _skipped(self, error: RowTooLongError, asked: Sequence[int]) -> int:
+        """The source row, of those `asked`, that only the engine found too long, where such rows are left out."""
+        if self.long_rows == "error" or error.source_row not in asked:
             raise error
         return error.source_row
 
@@ -510,7 +510,7 @@ class _Job:
                 break
             except RowTooLongError as error:
                 # The others of the shard are asked for again, without it.
-                too_long.add(self._skipped(error))
+                too_long.add(self._skipped(error, [token_rows[number].source_row for number in pending]))
                 pending = [
                     number
                     for number in pending
